@@ -1,0 +1,36 @@
+"""How a call becomes a Tape. One interface; every backend answers the same question."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dit_graph.capture import Capture
+from dit_graph.config import GraphConfig
+from dit_graph.devices.base import Device, Memory
+
+
+class Backend(ABC):
+    """Stateless. `records` is False for a backend that never makes a tape."""
+
+    name: str
+    records = True
+
+    def capture(
+        self, device: Device, memory: Memory, static: list[torch.Tensor], module: torch.nn.Module
+    ) -> Capture:
+        known = [*module.parameters(), *module.buffers()]
+        return Capture(device, memory, static, known, breakable=self.name != "full")
+
+    @abstractmethod
+    def record(
+        self,
+        capture: Capture,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        config: GraphConfig,
+    ) -> Any:
+        """Run `forward` once, leave the steps in `capture.tape` and return its result."""

@@ -1,0 +1,374 @@
+"""One real execution of a forward, cut into segments and breaks, written down as a `Tape`.
+
+Each segment is launched as soon as it is closed, so that a break sees real data, state that is
+written in place moves once, and the result of a capture is the answer to the call. Owns what is
+known of every tensor while it runs (`Kind`); knows nothing of keys, entries or models.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from dit_graph import breaks
+from dit_graph.devices.base import Device, Memory, Segment
+from dit_graph.errors import CaptureError
+from dit_graph.guards import Guard, plain, same
+from dit_graph.key import tensors_of
+from dit_graph.tape import Break, External, InputView, Reset, Tape, Undo
+from dit_graph.watch import Watch, source_line
+
+
+class Kind(Enum):
+    """Where a tensor's memory comes from. What no one has seen before is from outside the call."""
+
+    STATIC = "a staged argument"
+    MODULE = "a parameter or buffer"
+    POOL = "born in a segment"
+    LIVE = "made anew by a break at every replay"
+    CONSTANT = "made from Python data; held"
+
+
+class Capture:
+    """Records one call. Use `recording()` around the forward, then `finish` with its result.
+
+    Args:
+        device, memory: where the segments go.
+        static: the staged arguments that the forward is called with.
+        module: the parameters and buffers of the module.
+        breakable: False raises CaptureError at the first thing that one graph cannot hold.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        memory: Memory,
+        static: list[torch.Tensor],
+        module: Iterable[torch.Tensor] = (),
+        breakable: bool = True,
+    ) -> None:
+        self.device = device
+        self.tape = Tape()
+        self.undo = Undo(device.generators())
+        self.arrays: list[tuple[Any, Any]] = []
+        self.in_break = False
+        self._memory = memory
+        self._static = static
+        self._versions = [t._version for t in static]
+        self._breakable = breakable
+        self._segment: Segment | None = None
+        self._kinds: dict[int, tuple[Kind, StorageWeakRef]] = {}
+        self._host: set[int] = set()
+        self._random = False
+        self._impure = ""
+        self._watch = Watch(self)
+        for t in module:
+            self._mark(t, Kind.MODULE)
+        for t in static:
+            self._mark(t, Kind.STATIC)
+
+    # ---- the capture as a whole
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Watch everything that runs inside; on an error the open segment is thrown away."""
+        if breaks.capturing():
+            raise CaptureError("a capture is already running on this thread")
+        gc.collect()
+        collecting, cache = gc.isenabled(), torch.is_autocast_cache_enabled()
+        self.undo.take([], random=True)
+        gc.disable()
+        torch.set_autocast_cache_enabled(False)
+        breaks.local.capture = self
+        try:
+            with self._watch:
+                yield
+            self.close()
+        except BaseException:
+            if self._segment is not None:
+                self._segment.abort()
+                self._segment = None
+            raise
+        finally:
+            breaks.local.capture = None
+            torch.set_autocast_cache_enabled(cache)
+            if collecting:
+                gc.enable()
+
+    def finish(self, out: Any) -> Any:
+        """Complete the tape with the result `out`; returns it as Python should see it."""
+        if any(not same(array, before) for array, before in self.arrays):
+            raise CaptureError("a tensor is written through its numpy array")
+        self.arrays.clear()
+        tape, out = self.tape, pytree.tree_map(plain, out)
+        leaves, tape.spec = pytree.tree_flatten(out)
+        tape.leaves = list(map(self._result_leaf, leaves))
+        tape.written_inputs = [
+            i for i, t in enumerate(self._static) if t._version != self._versions[i]
+        ]
+        return out
+
+    def _result_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, (bool, int, float, str, type(None))):
+                return leaf
+            raise CaptureError(f"the forward returns a {type(leaf).__name__}")
+        kind = self.kind(leaf)
+        if kind is None or kind is Kind.MODULE:
+            return External(leaf)
+        if kind is not Kind.STATIC:
+            return self.hold(leaf)
+        index = next(i for i, t in enumerate(self._static) if _storage(t) == _storage(leaf))
+        offset = leaf.storage_offset() - self._static[index].storage_offset()
+        return InputView(index, leaf.shape, leaf.stride(), offset)
+
+    def survivors(self, out: Any) -> int:
+        """Storages born in a segment that something outside the call still holds."""
+        known = {_storage(t) for t in tensors_of(out)}
+        alive = [
+            ref for kind, ref in self._kinds.values()
+            if kind is Kind.POOL and ref.cdata not in known and not ref.expired()
+        ]  # fmt: skip
+        return len(alive)
+
+    # ---- what is known of a tensor
+
+    def kind(self, t: torch.Tensor) -> Kind | None:
+        """None: a tensor from outside (attribute, closure, memo table)."""
+        known = self._kinds.get(_storage(t))
+        return known[0] if known else None
+
+    def _mark(self, t: torch.Tensor, kind: Kind) -> None:
+        # the weak reference keeps the address from being given to another storage
+        storage = t.untyped_storage()
+        self._kinds[storage._cdata] = (kind, StorageWeakRef(storage))
+
+    def is_constant(self, t: torch.Tensor) -> bool:
+        return self.kind(t) is Kind.CONSTANT
+
+    def is_host(self, t: torch.Tensor) -> bool:
+        """Whether a graph cannot hold work on this tensor because it lies on the host."""
+        if t.device.type == self.device.host_type or _storage(t) in self._host:
+            return True
+        return not t.dim() and self.kind(t) is None and self.device.scalar_is_host(t)
+
+    def hold(self, t: torch.Tensor) -> torch.Tensor:
+        """What a later step may read: weak for the generation's memory, the tensor itself else."""
+        return self.device.weak(t) if self.kind(t) is Kind.POOL else t
+
+    def _hold_operand(self, t: torch.Tensor) -> torch.Tensor:
+        return t.clone() if self.is_host(t) else self.hold(t)  # a launch freezes a host value
+
+    def freeze_scalar(self, t: torch.Tensor) -> bool:
+        """Whether a launch may freeze this 0-dim host tensor; from outside, a guard watches it."""
+        kind = self.kind(t)
+        if kind is None or kind is Kind.MODULE:
+            what = f"the CPU scalar tensor read at {source_line()}"
+            if all(guard.source is not t for guard in self.tape.guards):
+                self.tape.guards.append(Guard(what, t.detach().clone(), t))
+            return True
+        return kind is Kind.CONSTANT
+
+    def draws(self, leaves: list[Any]) -> None:
+        """A random operation: only the default generators replay."""
+        self._random = True
+        known = self.device.generators()
+        for leaf in leaves:
+            if isinstance(leaf, torch.Generator) and not any(leaf is g for g in known):
+                raise CaptureError(f"a generator of the caller's is drawn from at {source_line()}")
+
+    # ---- where an operation can go
+
+    def in_segment(self, func: Any, args: Any, kwargs: Any) -> Any:
+        segment = self._open()
+        return self.alone(self._in_segment, (segment, func, args, kwargs), {})
+
+    def _in_segment(self, segment: Segment, func: Any, args: Any, kwargs: Any) -> Any:
+        operands = tensors_of((args, kwargs))
+        self._note_writes(func, args, kwargs, segment.before_launch)
+        for t in operands:
+            if self.kind(t) is None:
+                self.tape.external[_storage(t)] = t
+        out = segment.call(func, args, kwargs)
+        for t in tensors_of(out):
+            if self.kind(t) is None and _storage(t) not in self.tape.external:
+                self._mark(t, Kind.POOL)
+        return out
+
+    def opaque(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A compiled callable: one operation, seen by nobody."""
+        with self._watch.aside():
+            return self.in_segment(fn, args, kwargs)
+
+    def on_host(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
+        """Host work: done anew at replay where it depends on anything, without ending a segment."""
+        operands = tensors_of((args, kwargs))
+        if random or any(not self.is_constant(t) for t in operands):
+            return self.eager(func, args, kwargs, reason=f"{func} on the host", host=True)
+        return self.constant(func(*args, **kwargs))
+
+    def make_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Something that follows from Python data alone: made once, outside of the segments."""
+        if self._segment is not None:
+            self._require_breaks(f"{getattr(func, '__name__', func)} from Python data")
+        self.close()
+        return self.constant(self.alone(func, args, kwargs))
+
+    def constant(self, out: Any) -> Any:
+        for t in tensors_of(out):
+            if self.kind(t) is None:
+                self._mark(t, Kind.CONSTANT)
+        return out
+
+    def alone(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run it with nothing recorded."""
+        before, self.in_break = self.in_break, True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.in_break = before
+
+    def marked(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, *, pure: bool, reason: str
+    ) -> Any:
+        """A break that somebody marked; the modes are off while it runs."""
+        if not self._breakable:
+            return fn(*args, **kwargs)
+        self.tape.saved = self.undo.tensors  # a changed result must find the call's start again
+
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            with self._watch.aside():
+                return fn(*args, **kwargs)
+
+        out = self.eager(fn, args, kwargs, reason=reason, marked=True, now=quiet)
+        self._impure = self._impure or ("" if pure else reason)
+        return out
+
+    def eager(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, *, reason: str, host: bool = False,
+        to_host: bool = False, marked: bool = False, now: Callable[..., Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Run a call between segments (`host`: beside them) and write it down as a break."""
+        if not host:
+            self._require_breaks(reason)
+            self.close()
+        return self.alone(
+            self._eager, (fn, args, kwargs, reason, to_host, marked, now or fn), {}
+        )
+
+    def _eager(
+        self, fn: Any, args: Any, kwargs: Any, reason: str, to_host: bool, marked: bool, now: Any
+    ) -> Any:
+        self._note_writes(fn, args, kwargs, lambda action: action())
+        operands = {_storage(t) for t in tensors_of((args, kwargs))}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        held = [self.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
+        result = now(*args, **kwargs)
+        outs, results = pytree.tree_flatten(result)
+        if not marked and self._is_guard(fn, outs):
+            self._guarded(reason)
+        step = Break(fn, held, spec, [], results, reason, source_line(), marked)
+        self.tape.steps.append(step)
+        for i, out in enumerate(outs):
+            if isinstance(out, torch.Tensor) and _storage(out) not in operands:
+                outs[i] = self._home(out, to_host)
+        step.homes = [self.hold(x) if isinstance(x, torch.Tensor) else x for x in outs]
+        return pytree.tree_unflatten(outs, results)
+
+    def stand_in(self, value: Any) -> Any:
+        """Replace the value that the last break compares with."""
+        step = self.tape.steps[-1]
+        assert isinstance(step, Break)
+        step.homes = [value]
+        return value
+
+    def close(self) -> None:
+        """End the open segment and launch it."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self.alone(segment.end, (), {})
+            if segment.ops:
+                self.tape.steps.append(segment)
+
+    def _open(self) -> Segment:
+        if self._segment is None:
+            segment = self.device.segment(self._memory, self._hold_operand)
+            segment.begin()
+            self._segment = segment
+        return self._segment
+
+    def _home(self, out: torch.Tensor, to_host: bool) -> torch.Tensor:
+        """The one place where later steps read a result: the next segment's memory, or itself."""
+        if to_host or self.is_host(out):
+            self._mark(out, Kind.LIVE)
+            self._host.add(_storage(out))
+            return out
+        segment = self._open()
+        home = segment.empty_like(out)
+        self._mark(home, Kind.POOL)
+        target = self.device.weak(home)
+        segment.before_launch(lambda: target.copy_(out))
+        return home
+
+    # ---- guards and writes
+
+    def _require_breaks(self, reason: str) -> None:
+        if not self._breakable:
+            raise CaptureError(f"one graph cannot hold this: {reason} at {source_line()}")
+
+    def _is_guard(self, fn: Any, outs: list[Any]) -> bool:
+        dynamic = torch.Tag.dynamic_output_shape in getattr(fn, "tags", ())
+        values = any(not isinstance(out, torch.Tensor) for out in outs)
+        return dynamic or values or fn is torch.ops.aten.index.Tensor
+
+    def _guarded(self, reason: str) -> None:
+        """A replay may have to start again from here: note what it must put back."""
+        self.tape.saved = self.undo.tensors
+        self.tape.random_before_guard = self._random
+        if self._impure:
+            self.tape.unrestartable = (
+                f"state may be written before a guard: {self._impure}, then {reason} at"
+                f" {source_line()}; declare the break pure=True if it has no side effect"
+            )
+
+    def _note_writes(
+        self, func: Any, args: Any, kwargs: Any, before: Callable[[Callable[[], object]], None]
+    ) -> None:
+        schema = getattr(func, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for t in tensors_of(value):
+                self._note_write(t, before)
+
+    def _note_write(
+        self, t: torch.Tensor, before: Callable[[Callable[[], object]], None]
+    ) -> None:
+        kind = self.kind(t)
+        if kind is Kind.CONSTANT:
+            whole = _whole(t)
+            before(lambda: self.tape.steps.insert(0, Reset(whole, whole.clone())))
+            self._mark(t, Kind.LIVE)
+        outside = kind is None or kind is Kind.MODULE
+        if outside and all(_storage(s) != _storage(t) for s in self.undo.tensors):
+            self.undo.promise(_whole(t), before)
+            if self.is_host(t):
+                self._mark(t, Kind.LIVE)
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """All elements of the storage that `t` lies in."""
+    size = t.untyped_storage().nbytes() // t.itemsize
+    return t.detach().as_strided((size,), (1,), 0)

@@ -1,0 +1,20 @@
+"""Devices by name. `cuda` captures graphs; `recorder` does the same work on the CPU."""
+
+from importlib import import_module
+
+import torch
+
+from dit_graph.devices.base import Device
+from dit_graph.errors import ConfigError
+
+_KNOWN = {"cuda": "dit_graph.devices.cuda:Cuda", "recorder": "dit_graph.devices.recorder:Recorder"}
+
+
+def device_named(name: str, on: torch.device) -> Device:
+    """The device `name`, for a module whose parameters lie on `on`."""
+    if name not in _KNOWN:
+        raise ConfigError(f"unknown device {name!r}; known: {', '.join(_KNOWN)}")
+    module, cls = _KNOWN[name].split(":")
+    device: Device = getattr(import_module(module), cls)(on)
+    device.check()
+    return device

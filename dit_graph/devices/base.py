@@ -1,0 +1,107 @@
+"""What a device does for a recording: make segments, alias memory weakly, keep streams in order."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class Segment(ABC):
+    """A run of device operations that replays as one launch.
+
+    Life: `begin`, then `call` for each operation, then `end` (closes it and launches it once) or
+    `abort`. Calling the segment replays it on the current stream.
+    """
+
+    ops = 0
+
+    @abstractmethod
+    def begin(self) -> None: ...
+
+    @abstractmethod
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run or record one operation; new results lie in the generation's memory."""
+
+    @abstractmethod
+    def empty_like(self, t: torch.Tensor) -> torch.Tensor:
+        """Memory of the generation with the shape and strides of `t`."""
+
+    @abstractmethod
+    def before_launch(self, action: Callable[[], object]) -> None:
+        """Have `action` done after what was launched so far and before this segment runs."""
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+    @abstractmethod
+    def abort(self) -> None: ...
+
+    @abstractmethod
+    def __call__(self) -> None: ...
+
+
+class Memory(ABC):
+    """The memory that the segments of one generation share."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """Bytes held on the device."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give everything back; no segment of it is replayed after this."""
+
+
+class Device(ABC):
+    """One kind of device. Stateless but for its streams."""
+
+    name: str
+    type: str
+    on: torch.device
+    host_type: str | None  # the device type whose tensors a graph cannot hold
+
+    @abstractmethod
+    def memory(self) -> Memory: ...
+
+    @abstractmethod
+    def segment(self, memory: Any, hold: Callable[[torch.Tensor], torch.Tensor]) -> Segment:
+        """A new segment; `hold` gives what a replayed operation may read in place of an operand."""
+
+    @abstractmethod
+    def weak(self, t: torch.Tensor) -> torch.Tensor:
+        """The same address, shape and strides, without keeping the memory."""
+
+    def scalar_is_host(self, t: torch.Tensor) -> bool:
+        """Whether this 0-dim tensor from outside the call and the module counts as a host value."""
+        return False
+
+    def copies_to_host(self, func: Callable[..., Any], args: Any) -> bool:
+        """Whether a Python-level call moves a tensor to the host, unseen by a dispatch mode."""
+        return False
+
+    @abstractmethod
+    def stream(self) -> AbstractContextManager[None]:
+        """Run cold calls and captures aside; both streams wait for each other."""
+
+    @abstractmethod
+    def generators(self) -> list[torch.Generator]:
+        """The default generators that a forward may draw from."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Give unused cached memory back to the device."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """The current stream and a point on it, for `wait`."""
+
+    @abstractmethod
+    def wait(self, mark: Any) -> None:
+        """Have the current stream wait for a mark that another stream made."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises Unsupported when this process cannot capture on the device."""

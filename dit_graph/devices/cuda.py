@@ -1,0 +1,152 @@
+"""CUDA graphs. The only file that names `torch.cuda.CUDAGraph`."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from dit_graph.devices.base import Device, Memory, Segment
+from dit_graph.errors import Unsupported
+
+
+class CudaMemory(Memory):
+    """A private pool of the caching allocator; it frees when its last graph is gone."""
+
+    def __init__(self) -> None:
+        self.id = torch.cuda.graph_pool_handle()
+        self.graphs: list[Any] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(self.id)
+        )
+
+    def release(self) -> None:
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs.clear()
+
+
+class CudaSegment(Segment):
+    """One CUDA graph, launched as soon as it is closed, so that what follows sees real data."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory = memory
+        self._graph = torch.cuda.CUDAGraph()
+        self._before: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        self._graph.capture_begin(pool=self._memory.id, capture_error_mode="thread_local")
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.ops += 1
+        return func(*args, **kwargs)
+
+    def empty_like(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+    def before_launch(self, action: Callable[[], object]) -> None:
+        self._before.append(action)
+
+    def end(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self._graph.capture_end()
+        self._memory.graphs.append(self._graph)  # an empty one too: the pool lives by its graphs
+        for action in self._before:
+            action()
+        self._before.clear()
+        if self.ops:
+            self._graph.replay()
+
+    def abort(self) -> None:
+        self._before.clear()
+        with warnings.catch_warnings(), suppress(Exception):  # the first cause is on its way out
+            warnings.simplefilter("ignore")
+            self._graph.capture_end()
+        self._memory.graphs.append(self._graph)
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+class _Bytes:
+    """Memory at an address, for `torch.as_tensor`, which takes no ownership of it."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+class Cuda(Device):
+    name = "cuda"
+    type = "cuda"
+    host_type = "cpu"
+
+    def __init__(self, on: torch.device) -> None:
+        self.on = on
+        self._stream: torch.cuda.Stream | None = None
+
+    def check(self) -> None:
+        if not torch.cuda.is_available():
+            raise Unsupported("device='cuda' was asked for, but torch sees no CUDA device")
+        if self.on.type != "cuda":
+            raise Unsupported(f"device='cuda' was asked for, but the module is on {self.on}")
+        if (allocator := torch.cuda.get_allocator_backend()) != "native":
+            raise Unsupported(
+                f"the {allocator} allocator has no private graph pools;"
+                " unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
+            )
+
+    def memory(self) -> CudaMemory:
+        return CudaMemory()
+
+    def segment(self, memory: Any, hold: Callable[[torch.Tensor], torch.Tensor]) -> CudaSegment:
+        return CudaSegment(memory)
+
+    def weak(self, t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if not storage.nbytes():
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        data = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=t.device)
+        typed = data.view(torch.uint8).narrow(0, 0, data.numel() // t.itemsize * t.itemsize)
+        return typed.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        with torch.cuda.device(self.on):
+            caller = torch.cuda.current_stream()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                caller.wait_stream(self._stream)
+
+    def generators(self) -> list[torch.Generator]:
+        index = self.on.index if self.on.index is not None else torch.cuda.current_device()
+        return [torch.default_generator, torch.cuda.default_generators[index]]
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    def mark(self) -> Any:
+        stream = torch.cuda.current_stream(self.on)
+        return stream, stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        stream, event = mark
+        current = torch.cuda.current_stream(self.on)
+        if current != stream:
+            current.wait_event(event)

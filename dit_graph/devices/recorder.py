@@ -1,0 +1,197 @@
+"""The CPU recorder: records operations and replays them into the same memory, bit for bit.
+
+It models what makes graphs go wrong: results live in an arena whose blocks are re-used at once
+and filled with NaN bytes when they are freed; a host value is frozen where a graph would freeze it.
+All CPU tensors count as device tensors, except copies to the host (`.cpu()`) and 0-dim tensors
+from outside the call, which stand for CPU scalars.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from dit_graph.devices.base import Device, Memory, Segment
+from dit_graph.errors import Unsupported
+
+_ALIGN = 64  # bytes, as torch's CPU allocator
+_CHUNK = 64 << 20
+_UNWRITTEN = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+
+
+class Arena(Memory):
+    """Blocks of bytes from large chunks; first fit, so that freed memory is re-used at once."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Any] = []
+        self._free: list[tuple[int, int, int]] = []  # (chunk, offset, size)
+
+    @property
+    def bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def release(self) -> None:
+        self._chunks.clear()
+        self._free.clear()
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """A uint8 tensor of `size` bytes; the block is free again when its storage is gone."""
+        need = max(_ALIGN, -(-size // _ALIGN) * _ALIGN)
+        for i, (chunk, offset, room) in enumerate(self._free):
+            if room >= need:
+                rest = [(chunk, offset + need, room - need)] if room > need else []
+                self._free[i : i + 1] = rest
+                break
+        else:
+            raw = np.empty(max(need, _CHUNK) + _ALIGN, np.uint8)
+            skip = -raw.ctypes.data % _ALIGN
+            self._chunks.append(raw[skip : skip + max(need, _CHUNK)])
+            chunk, offset = len(self._chunks) - 1, 0
+            if need < _CHUNK:
+                self._free.append((chunk, need, _CHUNK - need))
+        array = self._chunks[chunk]
+        block = array[offset : offset + size]
+        finalizer = weakref.finalize(block, self._give_back, array, chunk, offset, need)
+        finalizer.atexit = False
+        return torch.from_numpy(block)
+
+    def _give_back(self, array: Any, chunk: int, offset: int, size: int) -> None:
+        array[offset : offset + size] = 0xFF  # NaN in every floating dtype
+        free = sorted([*self._free, (chunk, offset, size)])
+        merged: list[tuple[int, int, int]] = []
+        for c, o, s in free:
+            if merged and merged[-1][0] == c and merged[-1][1] + merged[-1][2] == o:
+                merged[-1] = (c, merged[-1][1], merged[-1][2] + s)
+            else:
+                merged.append((c, o, s))
+        self._free = merged
+
+
+class RecorderSegment(Segment):
+    """Runs each operation once while recording and again, into the same memory, at replay."""
+
+    def __init__(self, arena: Arena, hold: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._arena = arena
+        self._hold = hold
+        self._program: list[tuple[Callable[..., Any], Any, Any, list[Any]]] = []
+
+    def begin(self) -> None:
+        pass
+
+    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.ops += 1
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {t.untyped_storage()._cdata for t in inputs}
+        held_args, held_kwargs = pytree.tree_map_only(torch.Tensor, self._hold, (args, kwargs))
+        moved: dict[int, torch.Tensor] = {}
+        out = pytree.tree_map_only(
+            torch.Tensor, lambda t: self._move(t, known, moved), func(*args, **kwargs)
+        )
+        homes = [
+            weak(t) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known
+            else None
+            for t in pytree.tree_leaves(out)
+        ]  # fmt: skip
+        schema = getattr(func, "_schema", None)
+        views = not any(h is not None for h in homes) and schema and not schema.is_mutable
+        if not views and getattr(func, "__name__", "").split(".")[0] not in _UNWRITTEN:
+            self._program.append((func, held_args, held_kwargs, homes))
+        return out
+
+    def _move(self, t: torch.Tensor, known: set[int], moved: dict[int, Any]) -> torch.Tensor:
+        """A result in new storage goes to the arena, storage by storage, so that aliases stay."""
+        storage = t.untyped_storage()
+        if storage._cdata in known:
+            return t
+        if storage._cdata not in moved:
+            block = self._arena.allocate(storage.nbytes())
+            if block.numel():
+                block.untyped_storage().copy_(storage)
+            moved[storage._cdata] = block
+        home = moved[storage._cdata].untyped_storage()
+        twin = torch.empty(0, dtype=t.dtype)
+        return twin.set_(home, t.storage_offset(), t.shape, t.stride())
+
+    def empty_like(self, t: torch.Tensor) -> torch.Tensor:
+        extent = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        block = self._arena.allocate(extent.untyped_storage().nbytes())
+        return torch.empty(0, dtype=t.dtype).set_(
+            block.untyped_storage(), 0, t.shape, t.stride()
+        )
+
+    def before_launch(self, action: Callable[[], object]) -> None:
+        action()  # operations run while they are recorded, so "before" is now
+
+    def end(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._program.clear()
+
+    def __call__(self) -> None:
+        for func, args, kwargs, homes in self._program:
+            for home, leaf in zip(homes, pytree.tree_leaves(func(*args, **kwargs))):
+                if home is not None:
+                    home.copy_(leaf)
+
+
+def weak(t: torch.Tensor) -> torch.Tensor:
+    """The same CPU memory, not kept alive."""
+    storage = t.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+    raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    data = torch.frombuffer(raw, dtype=torch.uint8)
+    twin = torch.empty(0, dtype=t.dtype)
+    return twin.set_(data.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+
+
+class Recorder(Device):
+    name = "recorder"
+    type = "cpu"
+    host_type = None
+
+    def __init__(self, on: torch.device) -> None:
+        self.on = on
+
+    def check(self) -> None:
+        if self.on.type != "cpu":
+            raise Unsupported(f"device='recorder' records on the CPU, but the module is on {self.on}")
+
+    def memory(self) -> Arena:
+        return Arena()
+
+    def segment(
+        self, memory: Any, hold: Callable[[torch.Tensor], torch.Tensor]
+    ) -> RecorderSegment:
+        return RecorderSegment(memory, hold)
+
+    def weak(self, t: torch.Tensor) -> torch.Tensor:
+        return weak(t)
+
+    def scalar_is_host(self, t: torch.Tensor) -> bool:
+        return True
+
+    def copies_to_host(self, func: Callable[..., Any], args: Any) -> bool:
+        return func is torch.Tensor.cpu or (func is torch.Tensor.to and "cpu" in args[1:])
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        yield
+
+    def generators(self) -> list[torch.Generator]:
+        return [torch.default_generator]
+
+    def trim(self) -> None:
+        pass
+
+    def mark(self) -> Any:
+        return None
+
+    def wait(self, mark: Any) -> None:
+        pass

@@ -1,0 +1,268 @@
+"""`enable` and `disable`: puts a Runner in front of each denoiser's forward, and takes it away."""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dit_graph.config import GraphConfig
+from dit_graph.devices import device_named
+from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, Unsupported
+from dit_graph.modes.denoise import Pictures, denoisers, warm_module, warm_pipeline
+from dit_graph.pool import Pool
+from dit_graph.report import render, totals
+from dit_graph.runner import Runner
+from dit_graph.slot import Slot
+
+log = logging.getLogger("dit_graph")
+
+
+class Install:
+    """One module's slot and the Runner behind it, shared by every handle that covers the module."""
+
+    def __init__(self, name: str, module: torch.nn.Module, handle: "Handle") -> None:
+        self.name = name
+        self.module = module
+        self.config = handle.config
+        self.handles = [handle]
+        self.runner: Runner | None = None
+        self.eager: Counter[str] = Counter()  # calls before a device was there
+        self.notes: list[str] = []
+        self._pool = handle
+        device = device_of(module)
+        if self.config.device != "auto" or device.type == "cuda":
+            self._resolve(device)
+        else:
+            log.warning("dit_graph: %s runs eagerly: %s", name, _no_gpu(device))
+        self._slot = Slot(module, "forward", self)
+        self._slot.install()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.runner is None:
+            device = next(iter({p.device for p in self.module.parameters()}), torch.device("cpu"))
+            if device.type != "cuda":
+                self.eager[_no_gpu(device)] += 1
+                return self._slot.original(*args, **kwargs)
+            self._resolve(device)
+        assert self.runner is not None
+        return self.runner(*args, **kwargs)
+
+    def _resolve(self, on: torch.device) -> None:
+        pool = self._pool.pool_on(on)
+        self.runner = Runner(
+            self.name, self.module, self._original, self.config, pool, self._pictures
+        )
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        return self._slot.original(*args, **kwargs)
+
+    def _pictures(self) -> int | None:
+        counts = [handle.pictures() for handle in self.handles]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def check(self) -> None:
+        """Go back in where another library's hook took the slot away."""
+        if self._slot.leads_here():
+            return
+        note = f"the slot of {self.name} was taken away by another hook; installed again"
+        self.notes.append(note)
+        log.warning("dit_graph: %s", note)
+        self._slot.active = False
+        self._slot = Slot(self.module, "forward", self)
+        self._slot.install()
+
+    @property
+    def installed(self) -> bool:
+        return self._slot.leads_here()
+
+    def remove(self) -> None:
+        self._slot.remove()
+        if self.runner is not None:
+            self.runner.pool.release()
+            self.runner.entries.clear()
+
+
+class Handle:
+    """What `enable` gives: the graphs of one pipeline or module. A context manager too."""
+
+    def __init__(self, target: Any, config: GraphConfig) -> None:
+        self.config = config
+        self._target = weakref.ref(target)
+        self._pool: Pool | None = None
+        self.installs: dict[str, Install] = {}
+        self.pictures = Pictures(target, self._check)
+
+    def pool_on(self, device: torch.device) -> Pool:
+        if self._pool is None:
+            name = "cuda" if self.config.device == "auto" else self.config.device
+            self._pool = Pool(device_named(name, device), self.config.max_graphs)
+        return self._pool
+
+    def new_picture(self) -> None:
+        """Say that a picture begins: the module's state is compared in full at the next calls.
+
+        A pipeline says so itself through its scheduler. A bare module is compared at every call
+        until this is called for the first time.
+        """
+        self.pictures.begin()
+
+    def warmup(
+        self,
+        sizes: Sequence[tuple[int, int]] | None = None,
+        *,
+        inputs: Sequence[Any] | None = None,
+        **pipeline_kwargs: Any,
+    ) -> None:
+        """Record before the first real call.
+
+        Args:
+            sizes: (height, width) in pixels; the pipeline runs two steps a size, largest first,
+                with `output_type="latent"`; its scheduler, generators and hooks stay as they were.
+            inputs: for a bare module: one dict of keyword arguments, or tuple, a signature.
+            pipeline_kwargs: what the pipeline is called with, for example `prompt="a fox"`.
+
+        Raises:
+            ConfigError: neither or both of sizes and inputs, or a pipeline without height and width.
+        """
+        target = self._alive()
+        module = isinstance(target, torch.nn.Module)
+        if (sizes is None) == (inputs is None) or module != (inputs is not None):
+            raise ConfigError("warmup takes sizes for a pipeline, inputs for a bare module")
+        runners = [i.runner for i in self.installs.values() if i.runner is not None]
+        for runner in runners:
+            runner.warming = True
+        try:
+            if inputs is not None:
+                warm_module(target, inputs)
+            else:
+                warm_pipeline(target, list(sizes or ()), pipeline_kwargs)
+        finally:
+            for runner in runners:
+                runner.warming = False
+
+    def stats(self) -> dict[str, Any]:
+        """`calls`, `cold`, `captures` and `replays` as ints, `eager` as reason → count."""
+        return totals(self.installs.values())
+
+    def report(self) -> str:
+        """What is recorded, what is not and why, as text."""
+        return render(self.installs.values(), self._replaced())
+
+    def disable(self) -> None:
+        """Give every forward back; see `dit_graph.disable`."""
+        self.pictures.release()
+        _handles.pop(id(self._target()), None)
+        for install in self.installs.values():
+            if self in install.handles:
+                install.handles.remove(self)
+            if not install.handles:
+                install.remove()
+                _installs.pop(id(install.module), None)
+        if self._pool is not None:
+            self._pool.device.trim()
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.disable()
+
+    def _alive(self) -> Any:
+        target = self._target()
+        if target is None:
+            raise NotEnabled("the pipeline of this handle is gone")
+        return target
+
+    def _check(self) -> None:
+        for install in self.installs.values():
+            install.check()
+        for note in self._replaced():
+            log.warning("dit_graph: %s", note)
+
+    def _replaced(self) -> list[str]:
+        target = self._target()
+        if target is None or isinstance(target, torch.nn.Module):
+            return []
+        return [
+            f"not installed: {name} was replaced after enable; call enable again"
+            for name, install in self.installs.items()
+            if getattr(target, name, None) is not install.module
+        ]
+
+
+# the module keeps its install (slot → install → handle), so both go when the module goes
+_installs: "weakref.WeakValueDictionary[int, Install]" = weakref.WeakValueDictionary()
+_handles: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()
+
+
+def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: Any) -> Handle:
+    """Record the repeated forward of a pipeline's denoisers, or of one module, and replay it.
+
+    Args:
+        pipe_or_module: a diffusers pipeline (its `transformer*`, `unet*` and `controlnet*` models
+            are graphed) or any `torch.nn.Module`.
+        config: a GraphConfig, or its fields as `options`.
+
+    Returns:
+        The handle; the same one again for an equal config.
+
+    Raises:
+        AlreadyEnabled: a module is graphed with another config.
+        ConfigError: an option or the target cannot work.
+        Unsupported: the allocator has no graph pools, or a module is spread over devices.
+    """
+    chosen = GraphConfig.of(config, options)
+    known = _handles.get(id(pipe_or_module))
+    modules = denoisers(pipe_or_module)
+    for name, module in modules.items():
+        install = _installs.get(id(module))
+        if install is not None and install.config != chosen:
+            raise AlreadyEnabled(
+                f"{name} is already graphed with {install.config}; disable it first"
+            )
+    if known is not None and all(known.installs[n].module is m for n, m in modules.items()):
+        return known
+    if known is not None:
+        known.disable()
+    handle = Handle(pipe_or_module, chosen)
+    try:
+        for name, module in modules.items():
+            install = _installs.get(id(module))
+            if install is None:
+                _installs[id(module)] = install = Install(name, module, handle)
+            else:
+                install.handles.append(handle)
+            handle.installs[name] = install
+    except Exception:
+        handle.disable()
+        raise
+    _handles[id(pipe_or_module)] = handle
+    return handle
+
+
+def disable(target: Any) -> None:
+    """Undo `enable` on a pipeline, a module or a handle; the last user of a module restores it.
+
+    Raises:
+        NotEnabled: the target is not graphed.
+    """
+    handle = target if isinstance(target, Handle) else _handles.get(id(target))
+    if handle is None:
+        raise NotEnabled(f"this {type(target).__name__} is not graphed")
+    handle.disable()
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """The one device of a module's parameters. Raises Unsupported when there are several."""
+    devices = {p.device for p in module.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(f"{type(module).__name__} is spread over {names}; one device is needed")
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _no_gpu(device: torch.device) -> str:
+    return f'the module is on {device}, where nothing is recorded (device="recorder" does)'

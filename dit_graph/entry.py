@@ -1,0 +1,73 @@
+"""One key's life, as data: state, recordings, counters and reasons. Touches no device."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dit_graph.tape import Tape
+
+Action = Literal["cold", "capture", "replay", "eager"]
+MAX_ATTEMPTS = 3  # captures of one key whose state had not settled yet
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to a call, and why."""
+
+    action: Action
+    reason: str = ""
+
+
+@dataclass
+class Entry:
+    """Cold at the first call, captured at the second, replayed from then on, unless blocked."""
+
+    label: str
+    tapes: list[Tape] = field(default_factory=list)  # variants, the last used one first
+    static: Any = None  # StaticBuffers
+    generation: Any = None  # Generation
+    blocked: str = ""
+    warm: bool = False
+    attempts: int = 0
+    cold: int = 0
+    captures: int = 0
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    capture_seconds: float = 0.0
+
+    def decide(self) -> Decision:
+        if self.blocked:
+            return Decision("eager", self.blocked)
+        if self.tapes:
+            return Decision("replay")
+        return Decision("capture" if self.warm else "cold")
+
+    def unsettled(self, reason: str) -> None:
+        """A capture whose state had not settled: warm up again, a few times, then give up."""
+        self.attempts += 1
+        self.warm = False
+        if self.attempts >= MAX_ATTEMPTS:
+            self.block(reason)
+
+    def block(self, reason: str) -> None:
+        """Eager from now on, with this reason; the first one stays."""
+        self.retire()
+        self.blocked = self.blocked or reason
+
+    def prefer(self, tape: Tape) -> None:
+        if self.tapes[0] is not tape:
+            self.tapes.remove(tape)
+            self.tapes.insert(0, tape)
+
+    def retire(self) -> None:
+        """Let go of the recordings; the next call of this key is cold again."""
+        self.tapes.clear()
+        self.static = None
+        self.generation = None
+        self.warm = False
+
+    @property
+    def state(self) -> str:
+        if self.blocked:
+            return f"eager: {self.blocked}"
+        return "captured" if self.tapes else "warm" if self.warm else "cold"

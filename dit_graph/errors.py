@@ -1,0 +1,48 @@
+"""The exceptions, as one tree.
+
+    DitGraphError
+    ├── ConfigError            an option has a value that cannot work
+    ├── AlreadyEnabled         the module is graphed with another config
+    ├── NotEnabled             disable or a handle's method met a target that is not graphed
+    ├── Unsupported            this module or machine cannot be graphed at all
+    ├── NewShape               on_new_shape="error" met a signature that was not warmed up
+    ├── BreakResultChanged     a marked break gave a result of another form than at capture
+    └── CaptureError           a forward could not be recorded (handled by the runner)
+        └── GuardMismatch      a recorded value differs in this call (handled by the runner)
+"""
+
+
+class DitGraphError(Exception):
+    """Something in dit_graph went wrong."""
+
+
+class ConfigError(DitGraphError, ValueError):
+    """An option had a value that cannot work."""
+
+
+class AlreadyEnabled(DitGraphError, RuntimeError):
+    """The module was already graphed with another config."""
+
+
+class NotEnabled(DitGraphError, RuntimeError):
+    """The target was not graphed."""
+
+
+class Unsupported(DitGraphError, RuntimeError):
+    """The module or the machine cannot be graphed at all."""
+
+
+class NewShape(DitGraphError, RuntimeError):
+    """A signature arrived that was not warmed up, and on_new_shape is "error"."""
+
+
+class BreakResultChanged(DitGraphError, RuntimeError):
+    """A marked break gave a result of another form than at capture."""
+
+
+class CaptureError(DitGraphError, RuntimeError):
+    """A forward could not be recorded; the message is the reason that is counted and reported."""
+
+
+class GuardMismatch(CaptureError):
+    """A value that recording handed to Python is another one in this call."""

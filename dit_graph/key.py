@@ -1,0 +1,150 @@
+"""What makes two calls the same recording: the call bound to parameter names, and its context.
+
+Owns binding, flattening and the `GraphKey`. Does not decide anything and keeps no tensor.
+"""
+
+import copy
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dit_graph.errors import CaptureError
+
+_PLAIN = (
+    type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size, enum.Enum, range,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphKey:
+    """One bucket: argument structure, tensor specs, values of everything else, and the context.
+
+    Values carry their type, so that `1`, `True` and `1.0` stay apart; floats are kept by `repr`, so
+    that `nan` equals itself and `-0.0` is not `0.0`.
+    """
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    context: tuple[Any, ...]
+
+    def without_numbers(self) -> "GraphKey":
+        """The key with every int and float left out: what stays the same when only they vary."""
+        leaves = tuple(leaf[:1] if leaf[0] in (int, float) else leaf for leaf in self.leaves)
+        return GraphKey(self.spec, leaves, self.context)
+
+    def describe(self) -> str:
+        """The tensor shapes, as people name a bucket: `2x3x64x64 2x1x256`."""
+        shapes = ["x".join(map(str, leaf[1])) or "()" for leaf in self.leaves if leaf[0] == "tensor"]
+        return " ".join(shapes) or "no tensors"
+
+
+class Signature:
+    """The parameter names of a forward; binds a call without changing how it is made."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind in positional]
+
+    def name(self, index: int) -> str:
+        return self.names[index] if index < len(self.names) else f"*{index}"
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
+        """The call as names and values. Raises CaptureError when a value cannot be compared."""
+        named = {self.name(i): value for i, value in enumerate(args)} if args else {}
+        if not named.keys().isdisjoint(kwargs):
+            raise CaptureError("an argument is given twice")  # the model raises its own TypeError
+        named |= kwargs
+        return Call(dict(sorted(named.items())), [self.name(i) for i in range(len(args))])
+
+
+class Call:
+    """One call's arguments by name, their tensors in a fixed order, and the key they make."""
+
+    def __init__(self, arguments: dict[str, Any], positional: list[str]) -> None:
+        self.arguments = arguments
+        self.positional = positional
+        self.tensors: list[torch.Tensor] = []
+        leaves, self._spec = pytree.tree_flatten(arguments)
+        self._leaves = leaves
+        self.key = GraphKey(self._spec, tuple(map(self._leaf, leaves)), context())
+
+    def _leaf(self, value: Any) -> tuple[Any, ...]:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if value.layout is not torch.strided:
+                raise CaptureError(f"{self._name(value)} is a {value.layout} tensor")
+            self.tensors.append(value)
+            return ("tensor", value.shape, value.stride(), value.dtype, value.device)
+        if kind is float:
+            return (kind, repr(value))
+        if isinstance(value, _PLAIN):
+            return (kind, value)
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            return (kind, str(value.dtype), value.shape, value.tobytes())
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            leaves, spec = pytree.tree_flatten(inner)
+            return (kind, spec, *map(self._leaf, leaves))
+        raise CaptureError(f"{self._name(value)} is a {kind.__name__}, which has no value to compare")
+
+    def _name(self, value: Any) -> str:
+        return next((self.leaf_name(i) for i, v in enumerate(self._leaves) if v is value), "a value")
+
+    def leaf_name(self, index: int) -> str:
+        """How a message names the leaf, for example `argument joint_attention_kwargs['scale']`."""
+        path = pytree.tree_flatten_with_path(self.arguments)[0][index][0]
+        return f"argument {path[0].key}{pytree.keystr(path[1:])}"
+
+    def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """`(args, kwargs)` as the caller wrote them, with other tensors in the same places."""
+        supply = iter(tensors)
+        leaves = [_substitute(leaf, supply) for leaf in self._leaves]
+        named = pytree.tree_unflatten(leaves, self._spec)
+        return [named.pop(name) for name in self.positional], named
+
+    def changed_containers(self) -> bool:
+        """Whether the forward put something else into the lists and dicts it was given."""
+        leaves, spec = pytree.tree_flatten(self.arguments)
+        return spec != self._spec or any(a is not b for a, b in zip(leaves, self._leaves))
+
+
+def _substitute(leaf: Any, supply: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return next(supply)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        twin = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            inner = pytree.tree_map(lambda v: _substitute(v, supply), getattr(leaf, field.name))
+            object.__setattr__(twin, field.name, inner)
+        return twin
+    return leaf
+
+
+def context() -> tuple[Any, ...]:
+    """What else decides which kernels run: grad and inference mode, autocast, determinism, SDPA."""
+    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        cuda and torch.get_autocast_dtype("cuda"),
+        cpu and torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.matmul.allow_tf32,
+    )
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, dicts and diffusers outputs."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

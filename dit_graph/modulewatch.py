@@ -1,0 +1,62 @@
+"""Decides when the module's state is read, and remembers what the forward itself writes."""
+
+from collections.abc import Callable
+
+import torch
+
+from dit_graph.state import Fingerprint, blocker, needs_grad
+
+
+class ModuleWatcher:
+    """Compares the module with what its recordings stand on.
+
+    A picture begins when `pictures()` gives another number: the full comparison runs at that call
+    and at the next one, and a cheap one between them. Where it gives None, every call is compared
+    in full.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, device: torch.device, pictures: Callable[[], int | None]
+    ) -> None:
+        self.blocker: str | None = None
+        self._module = module
+        self._device = device
+        self._pictures = pictures
+        self._picture: int | None = None
+        self._again = False
+        self._known: Fingerprint | None = None
+        self._written: set[str] = set()
+        self._needs_grad = False
+
+    def changed(self) -> str | None:
+        """What differs from the state that the recordings stand on, or None."""
+        picture = self._pictures()
+        begins = picture is None or picture != self._picture
+        full, self._again, self._picture = begins or self._again, begins, picture
+        if not full and self._known is not None:
+            return None
+        change = None if self._known is None else self._known.first_change()
+        if self._known is None or change:
+            self._known = Fingerprint(self._module)
+            self._again = True
+            self.blocker = blocker(self._module, self._device)
+            self._needs_grad = needs_grad(self._module)
+        return change
+
+    def wrote(self, place: str) -> bool:
+        """Whether it is the forward itself that writes there."""
+        return place in self._written
+
+    def accept(self, changes: list[str]) -> list[str]:
+        """Take over what a forward wrote itself; returns what it has written more than once."""
+        repeated = [place for place in changes if place in self._written]
+        self._written.update(changes)
+        if changes:
+            self._known = Fingerprint(self._module)
+        return repeated
+
+    def needs_grad(self, tensors: list[torch.Tensor]) -> bool:
+        return self._needs_grad or any(t.requires_grad for t in tensors)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self._module.parameters(), *self._module.buffers()]

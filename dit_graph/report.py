@@ -1,0 +1,74 @@
+"""Counters and recordings as text and as plain dicts. Reads runners; changes nothing."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dit_graph.entry import Entry
+from dit_graph.runner import Runner
+
+
+def totals(installs: Iterable[Any]) -> dict[str, Any]:
+    """Sums over all modules; `calls` is `cold + captures + replays` and the eager calls together."""
+    sums = {"calls": 0, "cold": 0, "captures": 0, "replays": 0}
+    eager: Counter[str] = Counter()
+    for install in installs:
+        eager += install.eager
+        sums["calls"] += sum(install.eager.values())
+        runner = install.runner
+        if runner is None:
+            continue
+        sums["calls"] += runner.calls
+        eager += runner.refused
+        for entry in runner.entries.values():
+            sums["cold"] += entry.cold
+            sums["captures"] += entry.captures
+            sums["replays"] += entry.replays
+            eager += entry.eager
+    return {**sums, "eager": dict(eager)}
+
+
+def render(installs: Iterable[Any], notes: list[str]) -> str:
+    lines = [f"! {note}" for note in notes]
+    for install in installs:
+        lines += _install(install)
+    return "\n".join(lines)
+
+
+def _install(install: Any) -> Iterator[str]:
+    runner: Runner | None = install.runner
+    where = runner.pool.device.on if runner else "no device"
+    yield f"{install.name} ({type(install.module).__name__}) on {where}, {install.config.backend}"
+    if not install.installed:
+        yield "  ! not installed: another hook took the slot away"
+    for note in install.notes:
+        yield f"  ! {note}"
+    eager = install.eager + (runner.refused if runner else Counter())
+    for reason, count in eager.items():
+        yield f"  eager {count}: {reason}"
+    if runner is None:
+        return
+    yield f"  graph memory {runner.pool.bytes / 2**20:.1f} MiB"
+    for entry in runner.entries.values():
+        yield from _entry(entry)
+
+
+def _entry(entry: Entry) -> Iterator[str]:
+    yield f"  bucket {entry.label}: {entry.state}"
+    yield (
+        f"    cold {entry.cold}, captures {entry.captures} in {entry.capture_seconds:.2f} s,"
+        f" replays {entry.replays}, variants {len(entry.tapes)},"
+        f" inputs {entry.static.bytes if entry.static else 0} bytes"
+    )
+    for reason, count in entry.eager.items():
+        yield f"    eager {count}: {reason}"
+    for i, tape in enumerate(entry.tapes):
+        found: Counter[str] = Counter()
+        for step in tape.breaks():
+            found[f"{step.reason} at {step.where}"] += 1
+        breaks, guards = sum(found.values()), len(tape.guards)
+        yield f"    variant {i}: segments {tape.segments}, breaks {breaks}, guards {guards}"
+        for text, count in found.items():
+            yield f"      break{f' x{count}' if count > 1 else ''}: {text}"
+        for guard in tape.guards:
+            yield f"      guard: {guard.what} is {guard.expected.tolist()}"

@@ -1,0 +1,233 @@
+"""Sequences one call: key, decision, copy in, capture or replay, result. Decides nothing itself."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dit_graph import breaks
+from dit_graph.backends import backend_named
+from dit_graph.buffers import StaticBuffers, shares_storage
+from dit_graph.config import GraphConfig
+from dit_graph.entry import Decision, Entry
+from dit_graph.errors import BreakResultChanged, CaptureError, GuardMismatch, NewShape
+from dit_graph.key import Call, GraphKey, Signature
+from dit_graph.varying import VaryingNumbers
+from dit_graph.pool import Pool
+from dit_graph.state import Fingerprint
+from dit_graph.tape import Tape, Undo
+from dit_graph.modulewatch import ModuleWatcher
+
+log = logging.getLogger("dit_graph")
+
+
+class Runner:
+    """Answers the calls of one module.
+
+    Args:
+        module: whose forward it is.
+        original: the forward that was there before.
+        pictures: counts the pictures that were begun; None where nothing says so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        original: Callable[..., Any],
+        config: GraphConfig,
+        pool: Pool,
+        pictures: Callable[[], int | None],
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.pool = pool
+        self.entries: dict[GraphKey, Entry] = {}
+        self.calls = 0
+        self.refused: Counter[str] = Counter()  # eager calls that no entry stands for
+        self.warming = False
+        self._module = module
+        self._original = original
+        self._backend = backend_named(config.backend)
+        self._signature = Signature(original)
+        self._numbers = VaryingNumbers()
+        self._state = ModuleWatcher(module, pool.device.on, pictures)
+        self._generators = pool.device.generators()
+        self._said: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if breaks.capturing():  # inside another module's recording: part of it
+            return self._original(*args, **kwargs)
+        with self.pool.lock:
+            self.calls += 1
+            try:
+                call = self._signature.bind(args, kwargs)
+            except CaptureError as error:
+                call, entry, decision = None, None, Decision("eager", str(error))
+            else:
+                entry, decision = self._decide(call)
+            if call is not None and entry is not None and decision.action != "eager":
+                with self.pool.using(), breaks.live(call.arguments):
+                    return getattr(self, f"_{decision.action}")(entry, call, args, kwargs)
+        return self._eager(entry, decision.reason, args, kwargs)
+
+    def _decide(self, call: Call) -> tuple[Entry | None, Decision]:
+        if not self._backend.records:
+            return None, Decision("eager", f"backend {self._backend.name}")
+        if change := self._state.changed():
+            self._invalidate(change)
+        if self._state.blocker:
+            return None, Decision("eager", self._state.blocker)
+        if torch.is_grad_enabled() and self._state.needs_grad(call.tensors):
+            return None, Decision("eager", "gradients are needed")
+        entry = self.entries.get(call.key)
+        if entry is not None and entry.tapes:
+            return entry, Decision("replay")
+        if varies := self._numbers.varying(call):
+            return entry, Decision("eager", varies)
+        if entry is None:
+            if self.config.on_new_shape != "capture" and not self.warming:
+                return None, self._new_shape(call.key)
+            entry = self.entries[call.key] = Entry(call.key.describe())
+        return entry, entry.decide()
+
+    def _new_shape(self, key: GraphKey) -> Decision:
+        reason = f"not warmed up: {key.describe()}"
+        if self.config.on_new_shape == "error":
+            known = ", ".join(e.label for e in self.entries.values()) or "none"
+            raise NewShape(f"{self.name}: {reason}; warmed up: {known}")
+        return Decision("eager", reason)
+
+    def _invalidate(self, change: str) -> None:
+        if any(entry.tapes for entry in self.entries.values()):
+            log.warning("dit_graph: %s: %s changed; recording again", self.name, change)
+        for entry in self.entries.values():
+            entry.retire()
+            if not self._state.wrote(change):
+                entry.blocked, entry.attempts = "", 0
+
+    # ---- the four actions
+
+    def _eager(self, entry: Entry | None, reason: str, args: Any, kwargs: Any) -> Any:
+        (self.refused if entry is None else entry.eager)[reason] += 1
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning("dit_graph: %s runs eagerly: %s", self.name, reason)
+        arguments = {self._signature.name(i): value for i, value in enumerate(args)} | kwargs
+        with breaks.live(arguments):
+            return self._original(*args, **kwargs)
+
+    def _cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        entry.cold += 1
+        before = Fingerprint(self._module)
+        with self.pool.device.stream():
+            out = self._original(*args, **kwargs)
+        entry.warm = True
+        if call.changed_containers():
+            entry.block("the forward changes a list or dict that it is given")
+        self._state.accept(before.changes())
+        return self._owned(out, call)
+
+    def _owned(self, out: Any, call: Call) -> Any:
+        """The caller's own copy; what aliases an argument or the module stays what it is."""
+        known = {t.untyped_storage()._cdata for t in [*call.tensors, *self._state.tensors()]}
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: t if t.untyped_storage()._cdata in known else t.clone(), out
+        )
+
+    def _capture(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        started = time.perf_counter()
+        entry.captures += 1
+        before = Fingerprint(self._module)
+        generation = entry.generation or self.pool.generation()
+        if entry.static is None:
+            with torch.inference_mode(False):  # so that writes into them are counted
+                entry.static = StaticBuffers(call.tensors)
+        static = entry.static.tensors
+        capture = self._backend.capture(
+            self.pool.device, generation.memory, static, self._module
+        )
+        try:
+            with self.pool.device.stream():
+                entry.static.copy_in(call.tensors)
+                live = call.with_tensors(static)
+                out = self._backend.record(
+                    capture, self._module, self._original, *live, self.config
+                )
+                out = capture.finish(out)
+            tape = capture.tape
+            if tape.written_inputs and shares_storage(call.tensors):
+                raise CaptureError("arguments that share storage are written in place")
+        except Exception as error:
+            capture.undo.roll_back()
+            before.restore()
+            return self._failed(entry, generation, error, args, kwargs)
+        result = tape.result(call.tensors)
+        entry.static.copy_back(call.tensors, tape.written_inputs)
+        entry.capture_seconds += time.perf_counter() - started
+        survivors = capture.survivors(out)
+        self._keep(entry, generation, tape, before.changes(), survivors)
+        return result
+
+    def _keep(
+        self, entry: Entry, generation: Any, tape: Tape, changes: list[str], survivors: int
+    ) -> None:
+        """File the recording, unless what it stands on is not fixed."""
+        repeated = self._state.accept(changes)
+        if repeated:
+            entry.block(f"the forward writes Python state: {repeated[0]}")
+        elif changes or survivors:
+            what = changes[0] if changes else f"{survivors} tensors"
+            entry.unsettled(f"what the forward makes outlives the call: {what}")
+        elif tape.unrestartable:
+            entry.block(tape.unrestartable)
+        else:
+            entry.tapes.insert(0, tape)
+            entry.generation = generation
+            if entry not in generation.entries:
+                generation.entries.append(entry)
+            return
+        self.pool.close(generation)
+
+    def _failed(
+        self, entry: Entry, generation: Any, error: Exception, args: Any, kwargs: Any
+    ) -> Any:
+        reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {error!r}"
+        entry.block(reason)
+        self.pool.close(generation)
+        if self.config.on_failure == "raise":
+            raise error
+        return self._eager(entry, reason, args, kwargs)
+
+    def _replay(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        self.pool.touch(entry.generation)
+        undo, live, mismatch = Undo(self._generators), call.tensors, ""
+        for tape in tuple(entry.tapes):
+            if tape.written_inputs and shares_storage(live):
+                reason = "arguments that share storage are written in place"
+                return self._eager(entry, reason, args, kwargs)
+            entry.static.copy_in(live)
+            try:
+                tape.run(undo)
+            except GuardMismatch as error:
+                undo.roll_back()
+                mismatch = str(error)
+                continue
+            except BreakResultChanged as error:
+                undo.roll_back()
+                if self.config.on_failure == "raise":
+                    raise
+                return self._eager(entry, f"a marked break's result changed: {error}", args, kwargs)
+            entry.replays += 1
+            entry.prefer(tape)
+            result = tape.result(live)
+            entry.static.copy_back(live, tape.written_inputs)
+            return result
+        if len(entry.tapes) >= self.config.max_variants:
+            reason = f"more than {self.config.max_variants} variants: {mismatch}"
+            return self._eager(entry, reason, args, kwargs)
+        return self._capture(entry, call, args, kwargs)

@@ -1,0 +1,168 @@
+"""The ordered steps of one recording. Replay is a `for` loop; no step knows why it is there."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dit_graph.errors import BreakResultChanged, GuardMismatch
+from dit_graph.guards import Guard, matches
+
+Spec = tuple[Any, ...]
+
+
+def spec_of(t: torch.Tensor) -> Spec:
+    return (t.shape, t.stride(), t.dtype, t.device)
+
+
+@dataclass
+class Break:
+    """A call that runs eagerly at every replay, between two segments or on the host.
+
+    `leaves` are its arguments flattened, tensors replaced by what replay may read; `homes` are its
+    results flattened, tensors replaced by the memory that later steps read, anything else by the
+    value that Python was given.
+    """
+
+    fn: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+    homes: list[Any]
+    results: Any
+    reason: str
+    where: str
+    marked: bool = False
+
+    def __call__(self) -> None:
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        leaves, spec = pytree.tree_flatten(self.fn(*args, **kwargs))
+        if spec != self.results:
+            self._changed("structure", self.results, spec)
+        for home, leaf in zip(self.homes, leaves):
+            if isinstance(home, torch.Tensor):
+                self._store(home, leaf)
+            elif not matches(home, leaf) and not (self.marked and home is leaf):
+                self._changed("value", home, leaf)
+
+    def _store(self, home: torch.Tensor, leaf: Any) -> None:
+        if not isinstance(leaf, torch.Tensor) or spec_of(leaf) != spec_of(home):
+            old, new = spec_of(home), isinstance(leaf, torch.Tensor) and spec_of(leaf)
+            self._changed("tensor", old, new)
+        if leaf.data_ptr() != home.data_ptr():
+            home.copy_(leaf)
+
+    def _changed(self, what: str, old: Any, new: Any) -> None:
+        error = BreakResultChanged if self.marked else GuardMismatch
+        raise error(f"{self.reason} at {self.where}: {what} was {old!r} at capture, now {new!r}")
+
+
+@dataclass
+class Reset:
+    """Puts a constant back that the recorded call writes into."""
+
+    target: torch.Tensor
+    value: torch.Tensor
+
+    def __call__(self) -> None:
+        self.target.copy_(self.value)
+
+
+@dataclass
+class Tape:
+    """One recording: guards, then steps, then the result.
+
+    `saved` are tensors from outside the call that steps write before the last guard inside the
+    tape: `run` takes them aside, so that a mismatch leaves nothing moved.
+    """
+
+    guards: list[Guard] = field(default_factory=list)
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    saved: list[torch.Tensor] = field(default_factory=list)
+    external: dict[int, torch.Tensor] = field(default_factory=dict)
+    written_inputs: list[int] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+    spec: Any = None
+    random_before_guard: bool = False
+    unrestartable: str = ""
+
+    def run(self, undo: "Undo") -> None:
+        """Replay. Raises GuardMismatch or BreakResultChanged with `undo` ready to roll back."""
+        for guard in self.guards:
+            guard.check()
+        undo.take(self.saved, self.random_before_guard)
+        for step in self.steps:
+            step()
+
+    def result(self, live: list[torch.Tensor]) -> Any:
+        """What the caller gets: clones, or views of its own arguments, in the recorded structure."""
+        leaves = [leaf(live) if isinstance(leaf, InputView) else own(leaf) for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def breaks(self) -> Iterator[Break]:
+        return (step for step in self.steps if isinstance(step, Break))
+
+    @property
+    def segments(self) -> int:
+        return sum(not isinstance(step, (Break, Reset)) for step in self.steps)
+
+
+@dataclass(frozen=True)
+class InputView:
+    """A result that is (a view of) the caller's own argument."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def __call__(self, live: list[torch.Tensor]) -> torch.Tensor:
+        base = live[self.index]
+        if (self.size, self.stride, self.offset) == (base.shape, base.stride(), 0):
+            return base
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class External:
+    """A result that is a tensor from outside the call, such as a buffer of the module."""
+
+    tensor: torch.Tensor
+
+
+def own(leaf: Any) -> Any:
+    """The caller's own copy of a result leaf, on the current stream."""
+    if isinstance(leaf, External):
+        return leaf.tensor
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+class Undo:
+    """Tensors and generators as they were when a call started, in case it must start again."""
+
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self._generators = generators
+        self._kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._states: list[torch.Tensor] = []
+
+    def take(self, tensors: list[torch.Tensor], random: bool) -> None:
+        self._kept = [(t, [t.clone()]) for t in tensors]
+        self._states = [g.get_state() for g in self._generators] if random else []
+
+    def promise(self, tensor: torch.Tensor, later: Callable[[Callable[[], object]], None]) -> None:
+        """Take one more tensor, when `later` says that its time has come."""
+        kept: list[torch.Tensor] = []
+        self._kept.append((tensor, kept))
+        later(lambda: kept.append(tensor.clone()))
+
+    def roll_back(self) -> None:
+        for tensor, kept in reversed(self._kept):
+            if kept:
+                tensor.copy_(kept[0])
+        for generator, state in zip(self._generators, self._states):
+            generator.set_state(state)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for tensor, _ in self._kept]

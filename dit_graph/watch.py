@@ -1,0 +1,198 @@
+"""Sees every operation of a forward that is being recorded and says what a graph cannot hold.
+
+A dispatch mode sees operations; a function mode sees what never becomes one (`tolist`, `numpy`,
+`torch.tensor` from Python data). Both are on in captures only. They decide *what* is a break; the
+capture knows how to make one.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from dit_graph.errors import CaptureError
+from dit_graph.guards import DeviceNumber
+from dit_graph.key import tensors_of
+
+if TYPE_CHECKING:
+    from dit_graph.capture import Capture
+
+_aten = torch.ops.aten
+_READS = {
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    torch.Tensor.item,
+}
+_MAKES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_LIFTS = {_aten.lift.default, _aten.lift_fresh.default}
+_COPIES = {_aten.copy_.default, _aten._to_copy.default}
+_MASK_INDEXED = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor,
+}
+_DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class OpWatch(TorchDispatchMode):
+    supports_higher_order_operators = True  # flex_attention and the like: one operation
+
+    def __init__(self, capture: "Capture") -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        capture, kwargs = self._capture, kwargs or {}
+        if capture.in_break:
+            return func(*args, **kwargs)
+        return classify(capture, func, args, kwargs)
+
+
+def classify(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Put one operation where it belongs: into the segment, on the host, or into a break."""
+    operands = tensors_of((args, kwargs))
+    if func in _LIFTS:
+        c.constant(operands)
+        return func(*args, **kwargs)
+    tags = getattr(func, "tags", ())
+    random = torch.Tag.nondeterministic_seeded in tags
+    if random:
+        c.draws(pytree.tree_leaves((args, kwargs)))
+    on_host = [t for t in operands if c.is_host(t)]
+    target = kwargs.get("device")
+    to_host = target is not None and target.type == c.device.host_type
+    to_device = target is not None and target.type == c.device.type
+    if to_host if not operands else len(on_host) == len(operands) and not to_device:
+        return c.on_host(func, args, kwargs, random)
+    reason = _breaks_because(c, func, args, tags, on_host, operands, to_host, to_device)
+    if reason is None:
+        return c.in_segment(func, args, kwargs)
+    if operands and not random and all(c.is_constant(t) for t in operands):
+        return c.make_constant(func, args, kwargs)
+    return c.eager(func, args, kwargs, reason=reason)
+
+
+def _breaks_because(
+    c: "Capture", func: Any, args: Any, tags: Any, on_host: Any, operands: Any, to_host: bool,
+    to_device: bool,
+) -> str | None:  # fmt: skip
+    name = str(func).removesuffix(".default")
+    if any(tag in _DEPENDS_ON_DATA for tag in tags):
+        return f"{name} depends on data"
+    if func in _MASK_INDEXED and any(
+        t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None
+    ):
+        return f"{name} with a boolean mask"
+    if to_host or (on_host and (to_device or func in _COPIES)):
+        return f"{name} between host and device"
+    for t in on_host:
+        if t.dim() or torch.Tag.pointwise not in tags or not c.freeze_scalar(t):
+            return f"{name} reads a CPU tensor"
+    return None
+
+
+class CallWatch(TorchFunctionMode):
+    def __init__(self, capture: "Capture") -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        c, kwargs = self._capture, kwargs or {}
+        if c.in_break:
+            return func(*args, **kwargs)
+        if func in _READS:
+            return _read(c, func, args, kwargs)
+        if func in _MAKES:
+            return _make(c, func, args, kwargs)
+        if c.device.copies_to_host(func, args) and not c.is_host(args[0]):
+            copy = c.eager(torch.clone, args[:1], {}, reason="copy to the host", to_host=True)
+            return func(copy, *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _read(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func.__name__
+    host = c.is_host(args[0])
+    if c.is_constant(args[0]):
+        return c.alone(func, args, kwargs)
+    if not host and name in ("numpy", "__array__") and c.device.type != "cpu":
+        return func(*args, **kwargs)  # torch's own error
+    value = c.eager(func, args, kwargs, reason=f"Tensor.{name} is read by Python", host=host)
+    if name == "item" and type(value) is float:
+        return c.stand_in(DeviceNumber(value))
+    if name in ("numpy", "__array__"):
+        c.arrays.append((value, value.copy()))
+        c.stand_in(value.copy())  # the guard keeps its own copy
+    return value
+
+
+def _make(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is not torch.Tensor.new_tensor and args and isinstance(args[0], torch.Tensor):
+        return func(*args, **kwargs)  # a cast or a move; the dispatch mode sees it
+    data = args[1:] if func is torch.Tensor.new_tensor else args
+    if tensors_of((data, kwargs)):
+        return c.eager(func, args, kwargs, reason=f"{func.__name__} of tensors")
+    return c.make_constant(func, args, kwargs)
+
+
+class Watch:
+    """Both modes, entered together, and a way to step aside for code that must not see them."""
+
+    def __init__(self, capture: "Capture") -> None:
+        self._calls = CallWatch(capture)
+        self._ops = OpWatch(capture)
+
+    def __enter__(self) -> None:
+        self._calls.__enter__()
+        self._ops.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._ops.__exit__(*error)
+        self._calls.__exit__(*error)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take both modes off. Dynamo skips a function for good when it first meets it under one."""
+        if _get_current_dispatch_mode() is not self._ops:
+            raise CaptureError("a torch dispatch mode of the model's own is active around a break")
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+def source_line() -> str:
+    """`file:line in function` of the model code that runs now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "").split(".")
+        ours = name[0] == "dit_graph" and name[1:2] != ["embedded"]
+        if not ours and name[0] not in ("torch", "functools", "contextlib"):
+            break
+        frame = frame.f_back
+    code = frame.f_code
+    file = "/".join(code.co_filename.rsplit("/", 2)[-2:])
+    return f"{file}:{frame.f_lineno} in {code.co_name}"
+
+
+def compiled(fn: Any) -> bool:
+    """Whether calling it runs code that torch.compile made."""
+    return hasattr(fn, "_torchdynamo_orig_callable") or hasattr(fn, "_orig_mod")
+
+
+Fn = Callable[..., Any]
