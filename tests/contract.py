@@ -1,0 +1,838 @@
+"""What every backend and device must do. `tests/recorder` and `tests/gpu` run all of it."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch import nn
+
+import dit_graph
+from dit_graph import break_graph, current_call, eager_on_graph
+from tests.families import FAMILIES
+from tests.pair import Machine
+
+
+class Module(nn.Module):
+    """A small module whose forward is the given function."""
+
+    def __init__(self, body: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+        self.body = body
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self, x, *args, **kwargs)
+
+
+def rows(seed: int, n: int = 2) -> torch.Tensor:
+    return torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def run(machine: Machine, body: Any, calls: list[Any], **options: Any) -> Any:
+    """Call a pair once for each element (a tensor or a dict of keywords) and return it."""
+    pair = machine.pair(Module(body), **options)
+    for i, call in enumerate(calls):
+        pair(**machine.to(call if isinstance(call, dict) else {"x": call}), seed=i)
+    return pair
+
+
+# ---- backends
+
+
+@pytest.mark.parametrize("backend", ["breakable", "full", "debug", "eager"])
+def test_every_backend_gives_eagers_bits(machine: Machine, backend: str) -> None:
+    def body(m: Any, x: Any) -> Any:
+        return m.linear(x).relu() + torch.randn_like(x)
+
+    batches = [1, 2, 4, 1, 2, 4, 1, 2, 4, 4, 2, 1]
+    pair = run(machine, body, [rows(i, n) for i, n in enumerate(batches)], backend=backend)
+    stats = pair.stats
+    if backend == "eager":
+        assert stats["eager"] == {"backend eager": 12}
+    else:
+        expected = {"calls": 12, "cold": 3, "captures": 3, "replays": 6, "eager": {}}
+        assert stats == expected
+
+
+def test_full_names_what_one_graph_cannot_hold(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        return x[x > 0]
+
+    pair = run(machine, body, [rows(i) for i in range(5)], backend="full")
+    assert pair.replays == 0
+    (reason,) = pair.stats["eager"]
+    assert "one graph cannot hold this" in reason and "contract.py" in reason
+
+
+def test_a_full_capture_that_fails_moves_state_once(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        m.count.add_(1)
+        x.mul_(2)
+        return (x + torch.rand_like(x))[: int(m.count)]
+
+    pair = run(machine, body, [rows(i) for i in range(5)], backend="full")
+    assert pair.replays == 0
+
+
+# ---- real transformers, nothing annotated
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_replays_with_new_inputs_and_caption_lengths(machine: Machine, name: str) -> None:
+    family = FAMILIES[name]
+    pair = machine.pair(family.build())
+    captions = [5, 5, 5, 5, 8, 8, 8, 5, 8, 6, 6, 6, 5]
+    for i, caption in enumerate(captions):
+        pair(**machine.to(family.inputs(10 * i, caption)))
+    stats = pair.stats
+    assert stats["eager"] == {}
+    assert stats["replays"] >= 7, pair.handle.report()
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_family_with_marked_attention(machine: Machine, name: str) -> None:
+    family = FAMILIES[name]
+    pair = machine.pair(family.build(), breaks=("*.attn",))
+    for i in range(5):
+        pair(**machine.to(family.inputs(10 * i, 5)))
+    assert pair.replays == 3
+    assert ".attn ('*.attn')" in pair.handle.report()
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "autocast"])
+def test_family_in_every_mode(machine: Machine, mode: str) -> None:
+    contexts = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "autocast": lambda: torch.autocast(torch.device(machine.on).type, torch.bfloat16),
+    }
+    family = FAMILIES["zimage"]
+    pair = machine.pair(family.build())
+    with contexts[mode]():
+        for i in range(5):
+            pair(**machine.to(family.inputs(10 * i, 5)))
+    assert pair.replays == 3
+
+
+# ---- the hard cases N1 to N6: right with the rule, and seen to be wrong without it
+
+
+def scalar_argument(machine: Machine) -> tuple[bool, int]:
+    pair = machine.pair(Module(lambda m, x, t: m.linear(x) * t))
+    results = [
+        pair.compare(rows(i).to(machine.on), torch.tensor(float(i)))[0] for i in range(6)
+    ]  # fmt: skip
+    return all(results), pair.replays
+
+
+def scalar_attribute(machine: Machine) -> tuple[bool, int]:
+    pair = machine.pair(Module(lambda m, x: m.linear(x) * m.t))
+    for m in (pair.graphed, pair.eager):
+        m.t = torch.tensor(1.0)
+    results = []
+    for i in range(9):
+        for m in (pair.graphed, pair.eager):
+            m.t.fill_([1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 2.0][i])
+        results.append(pair.compare(rows(i).to(machine.on))[0])
+    return all(results), pair.replays
+
+
+def test_n1_cpu_scalar_argument(machine: Machine) -> None:
+    assert scalar_argument(machine) == (True, 4)
+
+
+def test_n1_cpu_scalar_attribute(machine: Machine) -> None:
+    assert scalar_attribute(machine) == (True, 6)
+
+
+def test_n1_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dit_graph.capture.Capture.freeze_scalar", lambda self, t: True)
+    assert not scalar_attribute(machine)[0]
+
+
+def compiled_block(machine: Machine, order: str) -> tuple[bool, int, int]:
+    runs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        def compiled(*args: Any) -> Any:
+            runs.append(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+            return [out * 1.5 for out in graph.forward(*args)]  # other numbers than eager's
+
+        return compiled
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(x).sin()
+
+    torch.compiler.reset()
+    module = Module(lambda m, x: m.blocks[1](m.blocks[0](x)) + 1)
+    module.blocks = nn.ModuleList([Block(), Block()])
+    twin = copy.deepcopy(module).to(machine.on)
+    module.to(machine.on)
+    if order == "enable first":
+        handle = dit_graph.enable(module, device=machine.device)
+    for m in (module, twin):
+        for block in m.blocks:
+            block.compile(fullgraph=True, backend=backend)
+    if order == "compile first":
+        handle = dit_graph.enable(module, device=machine.device)
+    inputs = [rows(i).to(machine.on) for i in range(5)]
+    equal = all([torch.equal(module(x), twin(x)) for x in inputs])
+    replays = handle.stats()["replays"]
+    dit_graph.disable(module)
+    before = len(runs)
+    module(inputs[0])
+    return equal, replays, len(runs) - before
+
+
+@pytest.mark.parametrize("order", ["compile first", "enable first"])
+def test_n2_compiled_blocks_stay_compiled(machine: Machine, order: str) -> None:
+    assert compiled_block(machine, order) == (True, 3, 2)
+
+
+def test_n2_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> None:
+    def seen(capture: Any, fn: Any) -> Any:
+        return fn
+
+    monkeypatch.setattr("dit_graph.backends.breakable._opaque", seen)
+    equal, replays, _ = compiled_block(machine, "compile first")
+    assert not equal or replays < 3
+
+
+def counts_draws_branches(machine: Machine) -> tuple[bool, int, int]:
+    def body(m: Any, x: Any) -> Any:
+        m.count.add_(1)
+        noise = torch.randn_like(x)
+        h = m.linear(x) + noise
+        return h + 1 if bool(h.mean() > 0) else h - m.count
+
+    pair = machine.pair(Module(body))
+    equal = all([pair.compare(rows(i).to(machine.on), seed=i)[0] for i in range(50)])
+    return equal, pair.replays, pair.stats["captures"]
+
+
+def test_n4_state_moves_once_when_a_guard_fails(machine: Machine) -> None:
+    assert counts_draws_branches(machine) == (True, 47, 2)
+
+
+@pytest.mark.parametrize("rule", ["roll_back", "guard"])
+def test_n4_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any, rule: str) -> None:
+    if rule == "roll_back":
+        monkeypatch.setattr("dit_graph.tape.Undo.roll_back", lambda self: None)
+    else:
+        monkeypatch.setattr("dit_graph.tape.matches", lambda expected, value: True)
+    assert not counts_draws_branches(machine)[0]
+
+
+def test_n5_every_prompt_length_is_bounded(machine: Machine) -> None:
+    family = FAMILIES["qwen"]
+    pair = machine.pair(family.build(), max_graphs=8)
+    runner = pair.handle.installs["QwenImageTransformer2DModel"].runner
+    alive = []
+    for prompt in range(50):
+        call = family.inputs(prompt, 5)
+        length = 3 + prompt * 7 % 30
+        call["encoder_hidden_states"] = torch.randn(2, length, 16)
+        call["encoder_hidden_states_mask"] = torch.ones(2, length, dtype=torch.bool)
+        for step in range(4):
+            call["hidden_states"] = torch.randn(2, 8, 16)
+            pair(**machine.to(call))
+        alive.append(sum(len(entry.tapes) for entry in runner.entries.values()))
+    stats = pair.stats
+    assert max(alive) <= 8
+    assert stats["eager"] == {}
+    assert stats["replays"] >= 100, "half of the steps are replayed though no length is kept"
+
+
+def test_n5_grows_without_its_rule(machine: Machine, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dit_graph.pool.Pool.retire", lambda self, generation: None)
+    with pytest.raises(AssertionError):
+        test_n5_every_prompt_length_is_bounded(machine)
+
+
+def break_feeds_break(machine: Machine) -> tuple[bool, int]:
+    def body(m: Any, x: Any, mask: Any) -> Any:
+        n = mask.sum(1).cpu()
+        first, second = n.tolist()
+        return m.linear(x[:first]).sum() + m.linear(x[:second]) * (n + 1).float().to(x.device).sum()
+
+    pair = machine.pair(Module(body))
+    masks = [torch.arange(6)[None] < torch.tensor([[2], [i % 2 + 3]]) for i in range(8)]
+    results = [
+        pair.compare(rows(i, 6).to(machine.on), mask.to(machine.on))[0]
+        for i, mask in enumerate(masks)
+    ]
+    return all(results), pair.replays
+
+
+def test_n6_one_break_feeds_the_next(machine: Machine) -> None:
+    assert break_feeds_break(machine) == (True, 5)
+
+
+def test_n6_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dit_graph.tape.Break._store", lambda self, home, leaf: None)
+    assert not break_feeds_break(machine)[0]
+
+
+def test_n6_a_break_that_returns_its_input_which_is_then_written(machine: Machine) -> None:
+    same = eager_on_graph(lambda t: t)
+
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        h2 = same(h)
+        h2.add_(1)
+        return h * 2 + same(h2)
+
+    assert run(machine, body, [rows(i) for i in range(5)]).replays == 3
+
+
+# ---- arguments
+
+
+@dataclasses.dataclass
+class Conditioning:
+    tokens: torch.Tensor
+    scale: float = 1.0
+
+
+def test_nested_tensors_are_staged(machine: Machine) -> None:
+    def body(m: Any, x: Any, residuals: Any, extra: Any, cond: Any) -> Any:
+        return m.linear(x) + residuals[0] + extra["a"]["b"] * cond.scale + cond.tokens + extra["o"][0]
+
+    calls = [
+        {
+            "x": rows(i),
+            "residuals": [rows(i + 1)],
+            "extra": {"a": {"b": rows(i + 2)}, "n": None, "o": Transformer2DModelOutput(rows(i + 4))},
+            "cond": Conditioning(rows(i + 3).to(machine.on), 0.5),
+        }
+        for i in range(0, 50, 10)
+    ]
+    assert run(machine, body, calls).replays == 3
+
+
+def test_positional_and_keyword_calls_share_a_recording(machine: Machine) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Any, y: Any, scale: Any = 1.0) -> Any:
+            return x * scale - y
+
+    pair = machine.pair(Two())
+    for i in range(3):
+        x, y = rows(i).to(machine.on), rows(i + 9).to(machine.on)
+        pair(x, y, 2.0)
+        pair(x, scale=2.0, y=y)
+        pair(y=y, x=x, scale=2.0)
+    assert pair.stats["captures"] == 1 and pair.replays == 7
+
+
+@pytest.mark.parametrize("values", [(1, True, 1.0), (0.0, -0.0), (None, False, 0), ("a", b"a")])
+def test_values_that_compare_equal_stay_apart(machine: Machine, values: Any) -> None:
+    def body(m: Any, x: Any, v: Any) -> Any:
+        return x + {"int": 1, "bool": 2, "float": 3, "NoneType": 4}.get(type(v).__name__, 5) + (
+            torch.copysign(torch.ones_like(x), torch.tensor(v)) if isinstance(v, float) else 0
+        )
+
+    pair = machine.pair(Module(body))
+    for _ in range(4):
+        for v in values:
+            pair(rows(1).to(machine.on), v)
+    assert pair.stats["captures"] == len(values) and pair.replays == 2 * len(values)
+
+
+def test_a_float_that_changes_every_step_is_named_once(machine: Machine, caplog: Any) -> None:
+    pair = machine.pair(Module(lambda m, x, kw: x * kw["sigma"]))
+    for _ in range(3):
+        for step in range(10):
+            pair(rows(step).to(machine.on), {"sigma": step / 10})
+    assert pair.stats["captures"] == 0
+    (reason,) = pair.stats["eager"]
+    assert "argument *1['sigma'] is another number at every call" in reason
+    assert sum("sigma" in record.message for record in caplog.records) == 1
+
+
+def test_a_setting_that_changes_seldom_is_recorded(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x, kw: x * kw["scale"]))
+    for scale in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        for step in range(6):
+            pair(rows(step).to(machine.on), {"scale": scale})
+    assert pair.replays >= 6 * 3
+
+
+def test_broadcast_and_strided_arguments(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x, t: m.linear(x) * t))
+    for i in range(5):
+        wide = torch.randn(2, 16).to(machine.on)
+        t = torch.tensor([[float(i)]]).to(machine.on).expand(2, 8)
+        pair(wide[:, ::2], t)
+    assert pair.replays == 3
+
+
+def test_an_input_written_in_place_is_written_back(machine: Machine) -> None:
+    assert run(machine, lambda m, x: x.mul_(2).sum(), [rows(i) for i in range(5)]).replays == 3
+
+
+def test_arguments_that_share_storage_and_are_written(machine: Machine) -> None:
+    def body(m: Any, x: Any, y: Any) -> Any:
+        x.add_(1)
+        return y * 2
+
+    pair = machine.pair(Module(body))
+    for i in range(5):
+        x = rows(i).to(machine.on)
+        pair(x, x[:1])
+    assert pair.replays == 0 and "share storage" in next(iter(pair.stats["eager"]))
+    for i in range(5):
+        pair(rows(i).to(machine.on), rows(i)[:1].to(machine.on))
+
+
+def test_a_foreign_object_is_eager_by_name(machine: Machine) -> None:
+    class Cache:
+        pass
+
+    pair = machine.pair(Module(lambda m, x, cache: x + 1))
+    for i in range(3):
+        pair(rows(i).to(machine.on), cache=Cache())
+    assert pair.stats["eager"] == {
+        "argument cache is a Cache, which has no value to compare": 3
+    }
+
+
+def test_a_list_that_the_forward_changes_is_eager_by_name(machine: Machine) -> None:
+    def body(m: Any, x: Any, out: Any) -> Any:
+        out.append(x * 2)
+        return x + 1
+
+    pair = machine.pair(Module(body))
+    for i in range(4):
+        pair(rows(i).to(machine.on), out=[])
+    assert list(pair.stats["eager"]) == ["the forward changes a list or dict that it is given"]
+
+
+# ---- results
+
+
+def test_results_belong_to_the_caller(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        return Transformer2DModelOutput(sample=h)
+
+    pair = machine.pair(Module(body))
+    held = [pair(rows(i).to(machine.on)) for i in range(6)]
+    for i, result in enumerate(held):
+        assert isinstance(result, Transformer2DModelOutput)
+        assert torch.equal(result.sample, pair.eager(rows(i).to(machine.on)).sample)
+    assert pair.replays == 4
+
+
+def test_a_result_fed_back_as_input(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x).tanh()))
+    x = rows(0).to(machine.on)
+    for _ in range(8):
+        x = pair(x)
+    assert pair.replays == 6
+
+
+def test_structures_views_and_passed_through_inputs(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        return {"a": (h, h.t()), "input": x, "row": x[1], "none": None, "n": 3, "buffer": m.count}
+
+    pair = run(machine, body, [rows(i) for i in range(5)])
+    x = rows(9).to(machine.on)
+    result = pair.graphed(x)
+    assert pair.replays == 4
+    assert result["input"] is x and result["row"].data_ptr() == x[1].data_ptr()
+    assert result["buffer"] is pair.graphed.count
+
+
+def test_an_unknown_result_is_eager_by_name(machine: Machine) -> None:
+    class Result:
+        def __init__(self, sample: Any) -> None:
+            self.sample = sample
+
+    pair = machine.pair(Module(lambda m, x: Result(m.linear(x))))
+    x = rows(0).to(machine.on)
+    for _ in range(4):
+        assert torch.equal(pair.graphed(x).sample, pair.eager(x).sample)
+    assert list(pair.stats["eager"]) == ["the forward returns a Result"]
+
+
+# ---- breaks
+
+
+def test_marked_breaks(machine: Machine) -> None:
+    calls = []
+
+    @eager_on_graph
+    def attention(q: torch.Tensor, *, scale: float) -> torch.Tensor:
+        """Doc."""
+        calls.append(inner(q))
+        return q.softmax(-1) * scale
+
+    @eager_on_graph(pure=True, reason="the inner one")
+    def inner(q: torch.Tensor) -> int:
+        return q.shape[0]
+
+    def body(m: Any, x: Any) -> Any:
+        break_graph()
+        return m.linear(attention(m.linear(x), scale=2.0)) + 1
+
+    assert attention.__name__ == "attention" and attention.__doc__ == "Doc."
+    pair = run(machine, body, [rows(i) for i in range(5)])
+    assert pair.replays == 3 and len(calls) == 10
+    report = pair.handle.report()
+    assert "segments 2, breaks 1" in report and "attention" in report and "contract.py" in report
+
+
+def test_a_break_reads_the_live_call(machine: Machine) -> None:
+    @eager_on_graph(pure=True)
+    def shift(h: torch.Tensor) -> torch.Tensor:
+        return h + current_call().arguments["offsets"].sum()
+
+    pair = machine.pair(Module(lambda m, x, **kw: shift(m.linear(x)) * 2))
+    for i in range(5):
+        pair(x=rows(i).to(machine.on), offsets=rows(i + 5).to(machine.on))
+    assert pair.replays == 3
+    with pytest.raises(LookupError):
+        current_call()
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "structure", "value"])
+def test_a_changed_break_result_is_named_and_eager(machine: Machine, what: str) -> None:
+    state = {"n": 0}
+
+    @eager_on_graph(pure=True)
+    def unsteady(h: torch.Tensor) -> Any:
+        state["n"] += 1
+        if state["n"] <= 6:
+            return h, 1
+        return {"shape": (h[:1], 1), "dtype": (h.double(), 1), "structure": (h,), "value": (h, 2)}[what]
+
+    def body(m: Any, x: Any) -> Any:
+        h, *n = unsteady(m.linear(x))
+        m.count.add_(1)
+        return h.float().sum() * sum(n)
+
+    pair = machine.pair(Module(body))
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    for i in range(3):
+        expected = pair.eager(rows(i).to(machine.on))
+        assert torch.equal(pair.graphed(rows(i).to(machine.on)), expected)
+    assert torch.equal(pair.graphed.count, pair.eager.count)
+    assert pair.replays == 1
+    reasons = list(pair.stats["eager"])
+    assert len(reasons) == 1 and "a marked break's result changed" in reasons[0]
+
+
+def test_a_changed_break_result_raises_when_asked(machine: Machine) -> None:
+    sizes = iter([2, 2, 2, 1])
+    unsteady = eager_on_graph(pure=True)(lambda h: h[: next(sizes)])
+    module = Module(lambda m, x: unsteady(m.linear(x)) * 2).to(machine.on)
+    dit_graph.enable(module, device=machine.device, on_failure="raise")
+    for i in range(3):
+        module(rows(i).to(machine.on))
+    with pytest.raises(dit_graph.BreakResultChanged, match="tensor was"):
+        module(rows(3).to(machine.on))
+
+
+def test_an_impure_break_before_a_guard_is_eager_by_name(machine: Machine) -> None:
+    impure = eager_on_graph(lambda h: h * 2)
+
+    def body(m: Any, x: Any) -> Any:
+        h = impure(m.linear(x))
+        return h[: 1 + int(h.sum() > 0)]
+
+    pair = run(machine, body, [rows(i) for i in range(5)])
+    (reason,) = pair.stats["eager"]
+    assert reason.startswith("state may be written before a guard") and "pure=True" in reason
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.item(), lambda t: int(t), lambda t: float(t), lambda t: bool(t > 0.5),
+        lambda t: t.reshape(1).tolist()[0], lambda t: [float(v) for v in t.reshape(1)][0],
+        lambda t: float(t.cpu().numpy()), lambda t: float(np.asarray(t.cpu())),
+        lambda t: float(f"{t.item():.3f}"), lambda t: float(t.to("cpu") * 2),
+        lambda t: [10, 20, 30][t.long()], lambda t: float(repr(t.item())),
+        lambda t: round(t.item(), 1), lambda t: len(range(int(t))), lambda t: t.item() ** 2,
+        lambda t: 2 - t.item(), lambda t: torch.full((1,), t.item())[0].item(),
+    ],
+)  # fmt: skip
+def test_host_reads_are_guarded(machine: Machine, read: Any) -> None:
+    def body(m: Any, x: Any, t: Any) -> Any:
+        return m.linear(x) + read((t + 1).sum() - 1)
+
+    pair = machine.pair(Module(body))
+    for i, value in enumerate([1.25, 1.25, 1.25, 2.5, 2.5, 1.25, 2.5, 0.25, 2.5]):
+        pair(rows(i).to(machine.on), torch.tensor([value]).to(machine.on))
+    assert pair.replays >= 5, pair.handle.report()
+
+
+def test_a_threshold_guards_its_outcome_only(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        return h.sin() if h.abs().mean().item() > 0.5 else h.cos()
+
+    pair = run(machine, body, [rows(i) for i in range(40)])
+    assert pair.stats["captures"] == 2 and pair.replays == 37
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.tensor([1.0, 2.0], device=x.device),
+        lambda x: torch.as_tensor([1, 2], device=x.device),
+        lambda x: x.new_tensor([3.0, 4.0]),
+        lambda x: torch.arange(2).to(x.device),
+        lambda x: torch.from_numpy(np.arange(2.0)).to(x.device),
+        lambda x: torch.stack([x.sum(), torch.tensor(2.0, device=x.device)]),
+        lambda x: torch.tensor([x.sum().item(), 1.0], device=x.device),
+        lambda x: torch.ones(2).cumsum(0).to(x.device),
+        lambda x: torch.arange(3, device=x.device)[torch.tensor([0, 2], device=x.device)],
+    ],
+)
+def test_python_data_on_the_device(machine: Machine, make: Any) -> None:
+    def body(m: Any, x: Any) -> Any:
+        c = make(x)
+        c[0] += 1  # written after it was made: every call starts from the made value
+        return m.linear(x) + c.sum()
+
+    pair = machine.pair(Module(body))
+    for i in range(7):
+        pair(rows(i % 2).to(machine.on))
+    assert pair.replays >= 4, pair.handle.report()
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda h: h[h > 0], lambda h: h.masked_select(h > 0), lambda h: (h > 0).nonzero().float(),
+        lambda h: torch.unique(h.round()), lambda h: h.index_put((h > 0,), torch.zeros((), device=h.device)),
+        lambda h: torch.where(h > 0)[0].float(),
+        lambda h: h.repeat_interleave((h[:, 0] > 0).long() + 1, dim=0),
+    ],
+)  # fmt: skip
+def test_results_whose_shape_depends_on_data(machine: Machine, select: Any) -> None:
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x) * 1.5
+        return select(h) * 2
+
+    pair = machine.pair(Module(body))
+    for i in range(12):
+        pair(rows(i % 3).to(machine.on))
+    assert pair.replays >= 7, pair.handle.report()
+
+
+def test_a_mask_assignment(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        h[h > 0] = 0.0
+        h[0] = 1.0
+        return h * 2
+
+    assert run(machine, body, [rows(i) for i in range(6)]).replays == 4
+
+
+# ---- random numbers, state, failure
+
+
+def test_a_break_that_draws_between_two_segments(machine: Machine) -> None:
+    draw = eager_on_graph(lambda h: h + torch.randn_like(h))
+
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x) + torch.rand_like(x)
+        return draw(h) * torch.rand_like(h)
+
+    assert run(machine, body, [rows(i) for i in range(6)]).replays == 4
+
+
+def test_a_callers_generator_is_eager_by_name(machine: Machine) -> None:
+    module = Module(lambda m, x: x + torch.randn(x.shape, generator=m.generator, device=x.device))
+    module.to(machine.on).generator = torch.Generator(machine.on).manual_seed(3)
+    handle = dit_graph.enable(module, device=machine.device)
+    results = [module(rows(0).to(machine.on)) for _ in range(4)]
+    again = torch.Generator(machine.on).manual_seed(3)
+    for result in results:
+        noise = torch.randn(2, 8, generator=again, device=machine.on)
+        assert torch.equal(result, rows(0).to(machine.on) + noise)
+    assert "a generator of the caller's" in next(iter(handle.stats()["eager"]))
+
+
+def test_a_counter_in_python_is_eager_by_name(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        m.steps += 1
+        return m.linear(x) * m.steps
+
+    pair = machine.pair(Module(body, steps=0))
+    for i in range(6):
+        pair(rows(i).to(machine.on))
+    assert list(pair.stats["eager"]) == ["the forward writes Python state: steps"]
+
+
+def test_a_tensor_kept_in_python_is_eager_by_name(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x) + (0 if m.last is None else m.last)
+        m.last = h
+        return h
+
+    pair = machine.pair(Module(body, last=None))
+    for i in range(6):
+        pair(rows(i).to(machine.on))
+    assert list(pair.stats["eager"]) == ["the forward writes Python state: last"]
+
+
+def test_a_memo_table_settles(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        if x.shape[0] not in m.memo:
+            m.memo[x.shape[0]] = torch.arange(x.shape[0], device=x.device).float()[:, None] * 2
+        return m.linear(x) + m.memo[x.shape[0]]
+
+    pair = machine.pair(Module(body, memo={}))
+    for i in range(12):
+        pair(rows(i, 1 + i % 2).to(machine.on))
+    assert pair.replays >= 6 and pair.stats["eager"] == {}
+
+
+def test_a_memo_first_made_under_capture_stays_right(machine: Machine) -> None:
+    memo: dict[str, torch.Tensor] = {}
+    calls = [0]
+
+    def body(m: Any, x: Any) -> Any:
+        calls[0] += 1
+        if calls[0] >= 2 and "table" not in memo:
+            memo["table"] = torch.full((8,), 3.0, device=x.device)
+        return m.linear(x) + memo.get("table", 3.0)
+
+    module = Module(body).to(machine.on)
+    expected = copy.deepcopy(module.linear)
+    handle = dit_graph.enable(module, device=machine.device)
+    for i in range(8):
+        x = rows(i).to(machine.on)
+        assert torch.equal(module(x), expected(x) + 3.0)
+    assert torch.equal(memo["table"], torch.full((8,), 3.0, device=machine.on))
+    assert handle.stats()["replays"] >= 3
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last", "break"])
+def test_a_forward_that_fails_in_capture_is_answered_eagerly(machine: Machine, where: str) -> None:
+    @eager_on_graph(pure=True)
+    def marked(h: torch.Tensor) -> torch.Tensor:
+        check("break")
+        return h * 2
+
+    def check(place: str) -> None:
+        if place == where and dit_graph.breaks.capturing():
+            raise RuntimeError(f"only while recording, {place}")
+
+    def body(m: Any, x: Any) -> Any:
+        m.count.add_(1)
+        x = x + torch.rand_like(x)
+        m.seen = m.seen if dit_graph.breaks.capturing() else m.seen
+        check("first")
+        x = marked(m.linear(x))
+        m.count.mul_(2)
+        check("middle")
+        if bool(x.sum() > -1e9):
+            x = x + m.count
+        check("last")
+        return x
+
+    pair = machine.pair(Module(body, seen=None))
+    for i in range(5):
+        pair(rows(i).to(machine.on))
+    (reason,) = pair.stats["eager"]
+    assert "only while recording" in reason and pair.replays == 0
+    where = "nowhere"
+    for i in range(5):
+        pair(rows(i, 3).to(machine.on))
+    assert pair.replays == 3, "the next key is recorded"
+
+
+def test_a_users_own_error_comes_through(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        raise ValueError("of the user's")
+
+    module = Module(body).to(machine.on)
+    dit_graph.enable(module, device=machine.device)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="of the user's"):
+            module(rows(0).to(machine.on))
+
+
+def test_changed_weights_and_attributes_are_seen(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x) * m.scale, scale=1.0))
+
+    def both(change: Any) -> None:
+        for m in (pair.graphed, pair.eager):
+            change(m)
+        for i in range(4):
+            pair(rows(i).to(machine.on))
+
+    both(lambda m: None)
+    both(lambda m: m.linear.weight.mul_(2))  # in place: no new recording
+    assert pair.stats["captures"] == 1
+    both(lambda m: setattr(m, "scale", 3.0))
+    both(lambda m: m.double().float())
+    both(lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True))
+    both(lambda m: setattr(m.linear, "weight", nn.Parameter(m.linear.weight * 2, False)))
+    assert pair.stats["captures"] == 5 and pair.replays == 13, pair.handle.report()
+
+
+def test_gradients_are_eager_by_name(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x)))
+    with torch.enable_grad():
+        for _ in range(3):
+            x = rows(0).to(machine.on).requires_grad_()
+            pair.graphed(x).sum().backward()
+            assert x.grad is not None
+    assert pair.stats["eager"] == {"gradients are needed": 3}
+
+
+def test_a_forward_hook_on_a_block_is_eager_by_name(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x)))
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    seen: list[int] = []
+    hook = pair.graphed.linear.register_forward_hook(lambda *a: seen.append(1))
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    assert len(seen) == 3 and list(pair.stats["eager"]) == ["a forward hook on linear would not run"]
+    hook.remove()
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    assert pair.replays == 4
+
+
+def test_one_graphed_module_inside_another(machine: Machine) -> None:
+    inner = Module(lambda m, x: m.linear(x).tanh())
+    pair = machine.pair(Module(lambda m, x: m.inner(m.linear(x)), inner=inner))
+    dit_graph.enable(pair.graphed.inner, device=machine.device)
+    for i in range(6):
+        pair(rows(i).to(machine.on))
+    assert pair.replays >= 3
+
+
+def test_disable_gives_everything_back(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x)))
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    pool = pair.handle.pool_on(torch.device(machine.on))
+    assert pool.bytes > 0
+    dit_graph.disable(pair.graphed)
+    assert pool.bytes == 0 and "forward" not in pair.graphed.__dict__
+    pair(rows(0).to(machine.on))
+    with pytest.raises(dit_graph.NotEnabled):
+        dit_graph.disable(pair.graphed)

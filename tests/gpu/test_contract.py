@@ -1,0 +1,3 @@
+"""The contract suite on CUDA."""
+
+from tests.contract import *  # noqa: F403
