@@ -79,7 +79,7 @@ class Capture:
         """Watch everything that runs inside; on an error the open segment is thrown away."""
         if breaks.capturing():
             raise CaptureError("a capture is already running on this thread")
-        gc.collect()
+        gc.collect(1)  # what is young may hold device memory; none of it is freed inside
         collecting, cache = gc.isenabled(), torch.is_autocast_cache_enabled()
         self.undo.take([], random=True)
         gc.disable()
@@ -258,7 +258,7 @@ class Capture:
             self._require_breaks(reason)
             self.close()
         return self.alone(
-            self._eager, (fn, args, kwargs, reason, to_host, marked, now or fn), {}
+            self._eager, (fn, args, kwargs, reason, to_host or host, marked, now or fn), {}
         )
 
     def _eager(
@@ -323,8 +323,7 @@ class Capture:
 
     def _is_guard(self, fn: Any, outs: list[Any]) -> bool:
         dynamic = torch.Tag.dynamic_output_shape in getattr(fn, "tags", ())
-        values = any(not isinstance(out, torch.Tensor) for out in outs)
-        return dynamic or values or fn is torch.ops.aten.index.Tensor
+        return dynamic or any(not isinstance(out, torch.Tensor) for out in outs)
 
     def _guarded(self, reason: str) -> None:
         """A replay may have to start again from here: note what it must put back."""

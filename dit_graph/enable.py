@@ -11,6 +11,7 @@ import torch
 from dit_graph.config import GraphConfig
 from dit_graph.devices import device_named
 from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, Unsupported
+from dit_graph.key import Signature
 from dit_graph.modes.denoise import Pictures, denoisers, warm_module, warm_pipeline
 from dit_graph.pool import Pool
 from dit_graph.report import render, totals
@@ -32,6 +33,7 @@ class Install:
         self.eager: Counter[str] = Counter()  # calls before a device was there
         self.notes: list[str] = []
         self._pool = handle
+        self._signature = Signature(module.forward)
         device = device_of(module)
         if self.config.device != "auto" or device.type == "cuda":
             self._resolve(device)
@@ -53,7 +55,13 @@ class Install:
     def _resolve(self, on: torch.device) -> None:
         pool = self._pool.pool_on(on)
         self.runner = Runner(
-            self.name, self.module, self._original, self.config, pool, self._pictures
+            self.name,
+            self.module,
+            self._original,
+            self._signature,
+            self.config,
+            pool,
+            self._pictures,
         )
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:

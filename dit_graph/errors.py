@@ -7,8 +7,8 @@
     ├── Unsupported            this module or machine cannot be graphed at all
     ├── NewShape               on_new_shape="error" met a signature that was not warmed up
     ├── BreakResultChanged     a marked break gave a result of another form than at capture
+    ├── GuardMismatch          a recorded value differs in this call (handled by the runner)
     └── CaptureError           a forward could not be recorded (handled by the runner)
-        └── GuardMismatch      a recorded value differs in this call (handled by the runner)
 """
 
 
@@ -36,7 +36,15 @@ class NewShape(DitGraphError, RuntimeError):
     """A signature arrived that was not warmed up, and on_new_shape is "error"."""
 
 
-class BreakResultChanged(DitGraphError, RuntimeError):
+class _AtReplay(DitGraphError, RuntimeError):
+    """Something differed from the recording; `place` names it without this call's values."""
+
+    def __init__(self, place: str, detail: str) -> None:
+        super().__init__(f"{place}: {detail}")
+        self.place = place
+
+
+class BreakResultChanged(_AtReplay):
     """A marked break gave a result of another form than at capture."""
 
 
@@ -44,5 +52,5 @@ class CaptureError(DitGraphError, RuntimeError):
     """A forward could not be recorded; the message is the reason that is counted and reported."""
 
 
-class GuardMismatch(CaptureError):
+class GuardMismatch(_AtReplay):
     """A value that recording handed to Python is another one in this call."""

@@ -45,7 +45,7 @@ class Guard:
         """Raises GuardMismatch when the value is another one now."""
         if not same(self.expected, self.source):
             now, then = self.source.tolist(), self.expected.tolist()
-            raise GuardMismatch(f"{self.what} is {now!r}, recorded with {then!r}")
+            raise GuardMismatch(self.what, f"is {now!r}, recorded with {then!r}")
 
 
 def matches(expected: Any, value: Any) -> bool:

@@ -39,6 +39,7 @@ class Runner:
         name: str,
         module: torch.nn.Module,
         original: Callable[..., Any],
+        signature: Signature,
         config: GraphConfig,
         pool: Pool,
         pictures: Callable[[], int | None],
@@ -53,7 +54,7 @@ class Runner:
         self._module = module
         self._original = original
         self._backend = backend_named(config.backend)
-        self._signature = Signature(original)
+        self._signature = signature
         self._numbers = VaryingNumbers()
         self._state = ModuleWatcher(module, pool.device.on, pictures)
         self._generators = pool.device.generators()
@@ -148,12 +149,12 @@ class Runner:
             with torch.inference_mode(False):  # so that writes into them are counted
                 entry.static = StaticBuffers(call.tensors)
         static = entry.static.tensors
+        entry.static.copy_in(call.tensors)
         capture = self._backend.capture(
             self.pool.device, generation.memory, static, self._module
         )
         try:
             with self.pool.device.stream():
-                entry.static.copy_in(call.tensors)
                 live = call.with_tensors(static)
                 out = self._backend.record(
                     capture, self._module, self._original, *live, self.config
@@ -215,13 +216,13 @@ class Runner:
                 tape.run(undo)
             except GuardMismatch as error:
                 undo.roll_back()
-                mismatch = str(error)
+                mismatch = error.place
                 continue
             except BreakResultChanged as error:
                 undo.roll_back()
                 if self.config.on_failure == "raise":
                     raise
-                return self._eager(entry, f"a marked break's result changed: {error}", args, kwargs)
+                return self._eager(entry, f"a marked break's result changed: {error.place}", args, kwargs)
             entry.replays += 1
             entry.prefer(tape)
             result = tape.result(live)

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph.errors import BreakResultChanged, GuardMismatch
-from dit_graph.guards import Guard, matches
+from dit_graph.guards import DeviceNumber, Guard, matches
 
 Spec = tuple[Any, ...]
 
@@ -55,7 +55,10 @@ class Break:
 
     def _changed(self, what: str, old: Any, new: Any) -> None:
         error = BreakResultChanged if self.marked else GuardMismatch
-        raise error(f"{self.reason} at {self.where}: {what} was {old!r} at capture, now {new!r}")
+        then = old.value if type(old) is DeviceNumber else old  # a stand-in's repr would pin it
+        raise error(
+            f"{self.reason} at {self.where}", f"{what} was {then!r} at capture, now {new!r}"
+        )
 
 
 @dataclass

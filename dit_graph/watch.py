@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dit_graph.errors import CaptureError
-from dit_graph.guards import DeviceNumber
+from dit_graph.guards import DeviceNumber, plain
 from dit_graph.key import tensors_of
 
 if TYPE_CHECKING:
@@ -89,12 +89,11 @@ def _breaks_because(
     to_device: bool,
 ) -> str | None:  # fmt: skip
     name = str(func).removesuffix(".default")
-    if any(tag in _DEPENDS_ON_DATA for tag in tags):
+    if func in _MASK_INDEXED:  # tagged as dynamic, but only a mask's result depends on its values
+        if any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None):
+            return f"{name} with a boolean mask"
+    elif any(tag in _DEPENDS_ON_DATA for tag in tags):
         return f"{name} depends on data"
-    if func in _MASK_INDEXED and any(
-        t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None
-    ):
-        return f"{name} with a boolean mask"
     if to_host or (on_host and (to_device or func in _COPIES)):
         return f"{name} between host and device"
     for t in on_host:
@@ -141,6 +140,7 @@ def _read(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _make(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    args, kwargs = pytree.tree_map(plain, (args, kwargs))
     if func is not torch.Tensor.new_tensor and args and isinstance(args[0], torch.Tensor):
         return func(*args, **kwargs)  # a cast or a move; the dispatch mode sees it
     data = args[1:] if func is torch.Tensor.new_tensor else args

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # tiny models: a second thread only waits
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail where no GPU is seen")

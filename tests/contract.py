@@ -206,8 +206,10 @@ def test_n2_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> Non
         return fn
 
     monkeypatch.setattr("dit_graph.backends.breakable._opaque", seen)
-    equal, replays, _ = compiled_block(machine, "compile first")
-    assert not equal or replays < 3
+    try:
+        assert compiled_block(machine, "compile first") != (True, 3, 2)
+    except RuntimeError as error:  # dynamo met the block under a dispatch mode and gave it up
+        assert "fullgraph=True" in str(error)
 
 
 def counts_draws_branches(machine: Machine) -> tuple[bool, int, int]:
@@ -500,10 +502,12 @@ def test_a_break_reads_the_live_call(machine: Machine) -> None:
     def shift(h: torch.Tensor) -> torch.Tensor:
         return h + current_call().arguments["offsets"].sum()
 
-    pair = machine.pair(Module(lambda m, x, **kw: shift(m.linear(x)) * 2))
+    module = Module(lambda m, x, **kw: shift(m.linear(x)) * 2).to(machine.on)
+    handle = dit_graph.enable(module, device=machine.device)
     for i in range(5):
-        pair(x=rows(i).to(machine.on), offsets=rows(i + 5).to(machine.on))
-    assert pair.replays == 3
+        x, offsets = rows(i).to(machine.on), rows(i + 5).to(machine.on)
+        assert torch.equal(module(x=x, offsets=offsets), (module.linear(x) + offsets.sum()) * 2)
+    assert handle.stats()["replays"] == 3
     with pytest.raises(LookupError):
         current_call()
 
@@ -788,7 +792,7 @@ def test_changed_weights_and_attributes_are_seen(machine: Machine) -> None:
     both(lambda m: m.double().float())
     both(lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True))
     both(lambda m: setattr(m.linear, "weight", nn.Parameter(m.linear.weight * 2, False)))
-    assert pair.stats["captures"] == 5 and pair.replays == 13, pair.handle.report()
+    assert pair.stats["captures"] == 5 and pair.replays == 14, pair.handle.report()
 
 
 def test_gradients_are_eager_by_name(machine: Machine) -> None:

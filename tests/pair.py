@@ -1,6 +1,7 @@
 """A module under dit_graph next to an independent eager twin: every call is compared in full."""
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,4 +84,6 @@ def same_leaf(a: Any, b: Any) -> bool:
             a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
             and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
         )  # fmt: skip
-    return type(a) is type(b) and (a == b or a is b or hasattr(a, "__dict__"))
+    if dataclasses.is_dataclass(a):
+        return same_tree(vars(a), vars(b))
+    return type(a) is type(b) and (a == b or hasattr(a, "__dict__"))

@@ -149,6 +149,11 @@ def test_a_size_is_the_size(pipeline: EmojiPipeline, height: int, width: int) ->
     assert draw(pipeline, height=height, width=width).shape == (1, 3, height, width)
 
 
+def test_no_steps_are_refused(pipeline: EmojiPipeline) -> None:
+    with pytest.raises(ValueError, match="num_inference_steps must be at least 1, got 0"):
+        draw(pipeline, num_inference_steps=0)
+
+
 def test_patches_lie_row_by_row_and_come_back() -> None:
     pixels = torch.arange(2 * 3 * 8 * 12).reshape(2, 3, 8, 12).float()
     patches = pack(pixels)
