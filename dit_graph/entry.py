@@ -18,7 +18,7 @@ class Decision:
     reason: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """Cold at the first call, captured at the second, replayed from then on, unless blocked."""
 

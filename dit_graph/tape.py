@@ -17,7 +17,7 @@ def spec_of(t: torch.Tensor) -> Spec:
     return (t.shape, t.stride(), t.dtype, t.device)
 
 
-@dataclass
+@dataclass(eq=False)
 class Break:
     """A call that runs eagerly at every replay, between two segments or on the host.
 
@@ -61,7 +61,7 @@ class Break:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Reset:
     """Puts a constant back that the recorded call writes into."""
 
@@ -72,7 +72,7 @@ class Reset:
         self.target.copy_(self.value)
 
 
-@dataclass
+@dataclass(eq=False)
 class Tape:
     """One recording: guards, then steps, then the result.
 
