@@ -134,7 +134,9 @@ class Capture:
             ref for kind, ref in self._kinds.values()
             if kind is Kind.POOL and ref.cdata not in known and not ref.expired()
         ]  # fmt: skip
-        return len(alive)
+        if alive and any(not ref.expired() for ref in alive):
+            gc.collect()  # garbage in a cycle is no survivor
+        return sum(not ref.expired() for ref in alive)
 
     # ---- what is known of a tensor
 
@@ -202,6 +204,7 @@ class Capture:
 
     def opaque(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A compiled callable: one operation, seen by nobody."""
+        args, kwargs = pytree.tree_map(plain, (args, kwargs))
         with self._watch.aside():
             return self.in_segment(fn, args, kwargs)
 

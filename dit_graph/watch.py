@@ -6,7 +6,7 @@ capture knows how to make one.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -189,10 +189,3 @@ def source_line() -> str:
     file = "/".join(code.co_filename.rsplit("/", 2)[-2:])
     return f"{file}:{frame.f_lineno} in {code.co_name}"
 
-
-def compiled(fn: Any) -> bool:
-    """Whether calling it runs code that torch.compile made."""
-    return hasattr(fn, "_torchdynamo_orig_callable") or hasattr(fn, "_orig_mod")
-
-
-Fn = Callable[..., Any]

@@ -212,6 +212,30 @@ def test_n2_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> Non
         assert "fullgraph=True" in str(error)
 
 
+def compiled_function(machine: Machine, hidden: bool) -> tuple[bool, int, list[str]]:
+    torch.compiler.reset()
+
+    def backend(graph: Any, example: Any) -> Any:
+        return lambda *args: [out * 1.5 for out in graph.forward(*args)]  # other numbers
+
+    fast = torch.compile(lambda h: h.sin() + 1, backend=backend)
+    found = (lambda h: hiding[0](h)) if hidden else fast
+    hiding = [fast]
+    pair = machine.pair(Module(lambda m, x: found(m.linear(x)) * 2))
+    equal = all([pair.compare(rows(i).to(machine.on))[0] for i in range(6)])
+    return equal, pair.replays, list(pair.stats["eager"])
+
+
+def test_n2_a_compiled_function_in_a_closure(machine: Machine) -> None:
+    assert compiled_function(machine, hidden=False) == (True, 4, [])
+
+
+def test_n2_a_compiled_function_that_cannot_be_found(machine: Machine) -> None:
+    equal, replays, reasons = compiled_function(machine, hidden=True)
+    assert equal and replays == 0
+    assert reasons == ["a compiled function is called that could not be found beforehand"]
+
+
 def counts_draws_branches(machine: Machine) -> tuple[bool, int, int]:
     def body(m: Any, x: Any) -> Any:
         m.count.add_(1)

@@ -1,17 +1,17 @@
 """Segments with eager breaks between them: the default."""
 
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from dit_graph.backends.base import Backend
-from dit_graph.breaks import eager_on_graph
+from dit_graph.breaks import eager_on_graph, local
 from dit_graph.capture import Capture
 from dit_graph.config import GraphConfig
-from dit_graph.watch import compiled
+from dit_graph.opaque import compiled_places, no_hidden_compiled_code, put_in_place
 
 
 class Breakable(Backend):
@@ -34,36 +34,23 @@ class Breakable(Backend):
 def prepared(
     module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
 ) -> Iterator[None]:
-    """For one capture: submodules that match a pattern are breaks, compiled ones are opaque."""
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-
-    def put(owner: torch.nn.Module, name: str, value: Any) -> None:
-        changed.append((owner.__dict__, name, owner.__dict__.get(name)))
-        owner.__dict__[name] = value
-
+    """For one capture: submodules that match a pattern are breaks, compiled code is opaque."""
+    changes: list[tuple[MutableMapping[str, Any], str, Any]] = [
+        (space, name, _opaque(capture, space[name])) for space, name in compiled_places(module)
+    ]
     for path, child in module.named_modules():
         pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
         if pattern is not None:
-            put(child, "forward", eager_on_graph(reason=f"{path} ({pattern!r})")(child.forward))
-        elif path and child.__dict__.get("_compiled_call_impl") is not None:
-            put(child, "_compiled_call_impl", _opaque(capture, child._compiled_call_impl))
-        elif hasattr(child, "_orig_mod"):
-            put(child, "forward", _opaque(capture, child.forward))
-        for name, value in list(child.__dict__.items()):
-            if name != "forward" and callable(value) and compiled(value):
-                put(child, name, _opaque(capture, value))
-    try:
+            stays_eager = eager_on_graph(reason=f"{path} ({pattern!r})")(child.forward)
+            changes.append((child.__dict__, "forward", stays_eager))
+    with put_in_place(changes), no_hidden_compiled_code():
         yield
-    finally:
-        for owner, name, before in reversed(changed):
-            if before is None:
-                owner.pop(name, None)
-            else:
-                owner[name] = before
 
 
 def _opaque(capture: Capture, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs) if capture.in_break else capture.opaque(fn, args, kwargs)
+        if local.capture is not capture or capture.in_break:  # another thread, or eager anyway
+            return fn(*args, **kwargs)
+        return capture.opaque(fn, args, kwargs)
 
     return call

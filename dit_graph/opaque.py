@@ -1,0 +1,119 @@
+"""Compiled code inside a recorded forward: found beforehand, called with the watcher aside.
+
+Dynamo gives a function up for good when it first meets it under a dispatch mode, so a compiled
+callable must never be entered with the watcher on. The ones that can be found (submodules,
+attributes, globals and closures of the model's code) become one operation each; one that could not
+be found ends the capture before dynamo sees it, and the call is eager by name.
+"""
+
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from dit_graph import breaks
+from dit_graph.errors import CaptureError
+
+Places = list[tuple[MutableMapping[str, Any], str]]
+
+
+def compiled(fn: Any) -> bool:
+    """Whether calling it enters code that torch.compile made, or a higher-order operator."""
+    if not callable(fn) or isinstance(fn, (type, torch.nn.Module)):
+        return False
+    if "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ()):
+        return getattr(fn, "__code__", None) is not None and fn.__code__.co_name == "compile_wrapper"
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex is not None and fn is flex.flex_attention
+
+
+def compiled_places(module: torch.nn.Module) -> Places:
+    """Where the model's code finds compiled callables: (namespace, name)."""
+    found: Places = []
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        own = child.__dict__
+        if path and own.get("_compiled_call_impl") is not None:
+            found.append((own, "_compiled_call_impl"))
+        elif "_orig_mod" in child._modules:  # an OptimizedModule; its forward is the compiled one
+            found.append((own, "forward"))
+        spaces = [own, *_namespaces(type(child).forward)]
+        for value in own.values():
+            if isinstance(value, FunctionType):
+                spaces += _namespaces(value)
+            elif hasattr(type(value), "__call__") and not isinstance(value, torch.nn.Module):
+                spaces += _namespaces(type(value).__call__)
+        for space in spaces:
+            if id(space) not in seen:
+                seen.add(id(space))
+                found += [(space, n) for n, v in list(space.items()) if compiled(v)]
+    return found
+
+
+def _namespaces(fn: Any) -> Iterator[MutableMapping[str, Any]]:
+    """Globals and closure of a function and of what it wraps."""
+    while fn is not None:
+        if isinstance(fn, FunctionType):
+            yield fn.__globals__
+            if fn.__closure__:
+                yield _Closure(fn)
+        fn = getattr(fn, "__wrapped__", None)
+
+
+class _Closure(dict[str, Any]):
+    """The closure of a function as a namespace; assigning changes the cell."""
+
+    def __init__(self, fn: FunctionType) -> None:
+        self._cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or ()))
+        filled = {}
+        for name, cell in self._cells.items():
+            try:
+                filled[name] = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        super().__init__(filled)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+        super().__setitem__(name, value)
+
+
+@contextmanager
+def put_in_place(changes: list[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
+    """Assign (namespace, name, value) for a while; what was not there before goes again."""
+    absent = object()
+    before = [(space, name, space.get(name, absent)) for space, name, _ in changes]
+    for space, name, value in changes:
+        space[name] = value
+    try:
+        yield
+    finally:
+        for space, name, value in reversed(before):
+            if value is absent:
+                del space[name]
+            else:
+                space[name] = value
+
+
+@contextmanager
+def no_hidden_compiled_code() -> Iterator[None]:
+    """Raise CaptureError where a compiled function that was not found is about to run."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        yield
+        return
+    enter = dynamo.set_eval_frame
+
+    def refuse(callback: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        capture = breaks.local.capture
+        if caller == "compile_wrapper" and capture is not None and not capture.in_break:
+            raise CaptureError("a compiled function is called that could not be found beforehand")
+        return enter(callback)
+
+    with put_in_place([(vars(dynamo), "set_eval_frame", refuse)]):
+        yield
+
