@@ -90,7 +90,6 @@ class Install:
         self._slot.remove()
         if self.runner is not None:
             self.runner.pool.release()
-            self.runner.entries.clear()
 
 
 class Handle:
@@ -150,6 +149,7 @@ class Handle:
         finally:
             for runner in runners:
                 runner.warming = False
+            self.pictures()  # the pipeline's own scheduler is back
 
     def stats(self) -> dict[str, Any]:
         """`calls`, `cold`, `captures` and `replays` as ints, `eager` as reason → count."""

@@ -6,6 +6,8 @@ import torch
 
 from dit_graph.state import Fingerprint, blocker, needs_grad
 
+_UNSTEADY = 3  # comparisons in a row that found a change: no setting, but something that runs along
+
 
 class ModuleWatcher:
     """Compares the module with what its recordings stand on.
@@ -26,6 +28,7 @@ class ModuleWatcher:
         self._again = False
         self._known: Fingerprint | None = None
         self._written: set[str] = set()
+        self._streak = 0
         self._needs_grad = False
 
     def changed(self) -> str | None:
@@ -36,11 +39,15 @@ class ModuleWatcher:
         if not full and self._known is not None:
             return None
         change = None if self._known is None else self._known.first_change()
-        if self._known is None or change:
+        steadied = not change and self._streak > _UNSTEADY
+        self._streak = self._streak + 1 if change else 0
+        if self._known is None or change or steadied:
             self._known = Fingerprint(self._module)
             self._again = True
             self.blocker = blocker(self._module, self._device)
             self._needs_grad = needs_grad(self._module)
+        if self._streak > _UNSTEADY:
+            self.blocker = self.blocker or f"Python state changes at every call: {change}"
         return change
 
     def wrote(self, place: str) -> bool:

@@ -130,7 +130,8 @@ class Runner:
         entry.warm = True
         if call.changed_containers():
             entry.block("the forward changes a list or dict that it is given")
-        self._state.accept(before.changes())
+        if repeated := self._state.accept(before.changes()):
+            entry.block(f"the forward writes Python state: {repeated[0]}")
         return self._owned(out, call)
 
     def _owned(self, out: Any, call: Call) -> Any:

@@ -108,7 +108,7 @@ def _children(path: str, value: Any, container: Any) -> Iterator[tuple[str, Any]
 def _step(owner: Any, key: Any) -> str:
     if key in ("_modules", "_parameters", "_buffers") and isinstance(owner, torch.nn.Module):
         return ""
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+    return f".{key}" if isinstance(key, str) else f"[{key!r}]"
 
 
 def _differences(now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:

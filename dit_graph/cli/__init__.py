@@ -1,0 +1,1 @@
+"""The parts of `python -m dit_graph.generate`: its options, its model, its files."""

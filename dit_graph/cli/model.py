@@ -1,0 +1,209 @@
+"""Which pipeline draws, what its call takes, and loading it.
+
+What can be said from a pipeline's class or folder is said before anything is loaded.
+"""
+
+import inspect
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from diffusers import DiffusionPipeline
+
+from dit_graph import embedded
+from dit_graph.cli.errors import UsageError, one_line
+from dit_graph.cli.options import Options
+from dit_graph.cli.parser import Size
+from dit_graph.embedded.concepts import ConceptIndex
+from dit_graph.embedded.pipeline import EmojiPipeline, check_size
+
+log = logging.getLogger("dit_graph")
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_OWN = {
+    "prompt": "PROMPT",
+    "negative_prompt": "--negative-prompt",
+    "height": "--size",
+    "width": "--size",
+    "num_inference_steps": "--steps",
+    "guidance_scale": "--guidance-scale",
+    "num_images_per_prompt": "--num-images-per-prompt",
+    "generator": "--seed",
+}
+"""Arguments of the call that have an option of their own."""
+
+
+def check(options: Options) -> None:
+    """Everything about the model that can be checked before it is loaded.
+
+    Raises:
+        UsageError: there is no such model or LoRA, or its pipeline cannot do what is asked.
+    """
+    for lora in options.loras:
+        if not Path(lora).expanduser().exists() and not _is_hub_id(lora):
+            raise UsageError(f"--lora {lora}: no such file or folder; give the path of a LoRA")
+    folder = _folder(options.model)
+    name = _class_name(folder) if folder is not None else ""
+    if name == EmojiPipeline.__name__:
+        assert folder is not None
+        arguments(EmojiPipeline, options)
+        _check_drawing(folder, options)
+    elif isinstance(cls := getattr(diffusers, name or "-", None), type):
+        arguments(cls, options)
+
+
+def _is_hub_id(text: str) -> bool:
+    return bool(_HUB_ID.fullmatch(text)) and not text.endswith((".safetensors", ".bin", ".ckpt"))
+
+
+def _folder(model: str | None) -> Path | None:
+    """The pipeline's local folder; None for one on the hub."""
+    if model is None:
+        return embedded.WEIGHTS
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or not _is_hub_id(model):
+        raise UsageError(
+            f"--model {model}: no such folder; give the folder of a saved diffusers pipeline, "
+            "or a hub id OWNER/NAME"
+        )
+    return None
+
+
+def _class_name(folder: Path) -> str:
+    index = folder / "model_index.json"
+    if folder == embedded.WEIGHTS and not index.is_file():
+        return ""  # loading says what is missing
+    try:
+        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--model {folder}: has no readable model_index.json, so it is no saved diffusers "
+            "pipeline"
+        ) from error
+    return str(name)
+
+
+def _check_drawing(folder: Path, options: Options) -> None:
+    """The sizes and prompts of the embedded kind of model, which its files tell."""
+    for size in (*options.sizes, *options.warmup_sizes):
+        try:
+            check_size(**({"height": 64, "width": 64} | size))
+        except ValueError as error:
+            raise UsageError(f"size {_spelt(size)}: {error}") from error
+    config = folder / "concept_encoder" / "config.json"
+    try:
+        index = ConceptIndex(json.loads(config.read_text(encoding="utf-8"))["concepts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{config}: cannot be read ({one_line(error)})") from error
+    for prompt in (*options.prompts, options.negative_prompt or ""):
+        if prompt:
+            index.find(prompt)
+
+
+def _spelt(size: Size) -> str:
+    return f"{size.get('width', '?')}x{size.get('height', '?')}"
+
+
+def arguments(cls: type, options: Options) -> dict[str, Any]:
+    """What every call of a pipeline of this class gets beside prompt, size and generators.
+
+    Raises:
+        UsageError: the class does not take what was asked for.
+    """
+    taken = inspect.signature(cls.__call__).parameters
+    given: dict[str, Any] = {
+        "negative_prompt": options.negative_prompt,
+        "num_inference_steps": options.steps,
+        "guidance_scale": options.guidance_scale,
+        "num_images_per_prompt": options.count if options.count > 1 else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    sides = {name for size in (*options.sizes, *options.warmup_sizes) for name in size}
+    for name in ("prompt", "generator", *given, *sorted(sides)):
+        if name not in taken:
+            raise UsageError(f"{cls.__name__} takes no {name}, which {_OWN[name]} needs")
+    if options.loras and not (hasattr(cls, "load_lora_weights") or cls is EmojiPipeline):
+        raise UsageError(f"{cls.__name__} takes no LoRA, which --lora needs")
+    given |= _more(cls, options.pipeline_kwargs)
+    if "num_frames" in taken and given.setdefault("num_frames", 1) != 1:
+        raise UsageError("--pipeline-kwargs num_frames: pictures are drawn here, so it must be 1")
+    return {**given, "output_type": "pil"} if "output_type" in taken else given
+
+
+def _more(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `--pipeline-kwargs`, once the class takes them."""
+    taken = inspect.signature(cls.__call__).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    for name in kwargs:
+        if name in _OWN:
+            raise UsageError(f"--pipeline-kwargs {name}: use {_OWN[name]}")
+        if name in ("self", "output_type", "return_dict"):
+            raise UsageError(f"--pipeline-kwargs {name}: is not free, pictures are drawn here")
+        if name not in taken and not anything:
+            raise UsageError(f"--pipeline-kwargs {name}: {cls.__name__} takes no such argument")
+    return kwargs
+
+
+def effective(cls: type, call: dict[str, Any], name: str) -> Any:
+    """The value that argument `name` has in a call: the given one or the default."""
+    parameter = inspect.signature(cls.__call__).parameters.get(name)
+    default = None if parameter is None else parameter.default
+    return call.get(name, None if default is inspect.Parameter.empty else default)
+
+
+def load(options: Options) -> Any:
+    """The pipeline with its LoRAs, on its device, its own progress bar off.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    name = options.model or "the embedded model"
+    with _told(f"cannot load {name}"):
+        pipe = _load(options)
+    arguments(type(pipe), options)  # now that the class is known for certain
+    _load_loras(pipe, options.loras)
+    pipe.set_progress_bar_config(disable=True)
+    if options.device == "cuda":
+        with _told(f"cannot move {name} to the GPU"):
+            pipe.to("cuda")
+    return pipe
+
+
+def _load(options: Options) -> Any:
+    folder = _folder(options.model)
+    if options.model is None:
+        return embedded.load(options.dtype)
+    cls: Any = DiffusionPipeline
+    if folder is not None and _class_name(folder) == EmojiPipeline.__name__:
+        cls = EmojiPipeline  # which diffusers itself does not know
+    return cls.from_pretrained(folder or options.model, dtype=options.dtype)
+
+
+def _load_loras(pipe: Any, loras: Sequence[str]) -> None:
+    """Load all of them; a pipeline without a loader of its own has its transformer's."""
+    owner = pipe if hasattr(pipe, "load_lora_weights") else pipe.transformer
+    load_into = getattr(owner, "load_lora_weights", None) or owner.load_lora_adapter
+    names = [f"lora{number}" for number in range(len(loras))]
+    for name, lora in zip(names, loras):
+        path = Path(lora).expanduser()
+        with _told(f"--lora {lora}: cannot be loaded"):
+            load_into(str(path) if path.exists() else lora, adapter_name=name)
+    if len(names) > 1:  # otherwise only the last one is active
+        owner.set_adapters(names)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn any failure to load into one line: what is broken or missing fails in many ways."""
+    try:
+        yield
+    except Exception as error:
+        log.debug("%s", what, exc_info=True)
+        raise UsageError(f"{what}: {one_line(error)}") from error

@@ -1,0 +1,299 @@
+"""The nouns without any device: config, key, guards, entry, slot, Python state."""
+
+import ast
+import copy
+import math
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dit_graph
+from dit_graph.config import GraphConfig
+from dit_graph.entry import MAX_ATTEMPTS, Entry
+from dit_graph.errors import CaptureError
+from dit_graph.guards import DeviceNumber, matches, same
+from dit_graph.key import Signature
+from dit_graph.slot import Slot
+from dit_graph.state import Fingerprint
+from dit_graph.tape import Tape
+from dit_graph.varying import VaryingNumbers
+
+
+def forward(x: Any, y: Any = None, *rest: Any, scale: float = 1.0, **kw: Any) -> None: ...
+
+
+BIND = Signature(forward).bind
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"backend": "fast"}, "backend must be one of breakable, full, debug, eager; got 'fast'"),
+        ({"device": "tpu"}, "device must be one of"),
+        ({"max_variants": 0}, "max_variants must be a whole number of at least 1, got 0"),
+        ({"max_graphs": True}, "max_graphs must be"),
+        ({"breaks": "*.attn"}, "breaks must be a sequence of patterns"),
+        ({"buckets": []}, "unknown option buckets; known: backend, device"),
+    ],
+)
+def test_config_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(dit_graph.ConfigError, match=message):
+        GraphConfig.of(None, options)
+
+
+def test_config_is_given_once() -> None:
+    with pytest.raises(dit_graph.ConfigError, match="not both"):
+        GraphConfig.of(GraphConfig(), {"backend": "full"})
+    with pytest.raises(dit_graph.ConfigError, match="must be a GraphConfig"):
+        GraphConfig.of({"backend": "full"}, {})  # type: ignore[arg-type]
+    assert GraphConfig(breaks=["a"]).breaks == ("a",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "a, b, equal",
+    [
+        (((1,), {}), ((True,), {}), False),
+        (((1,), {}), ((1.0,), {}), False),
+        (((0.0,), {}), ((-0.0,), {}), False),
+        (((math.nan,), {}), ((math.nan,), {}), True),
+        ((("a",), {}), ((b"a",), {}), False),
+        (((None,), {}), ((), {}), False),
+        (((1, 2), {}), ((), {"x": 1, "y": 2}), True),
+        (((1,), {"y": 2, "scale": 3.0}), ((1,), {"scale": 3.0, "y": 2}), True),
+        ((([1, [2, None]],), {}), (([1, [2, 3]],), {}), False),
+        ((([1],), {}), (((1,),), {}), False),
+        ((({"a": 1},), {}), (({"b": 1},), {}), False),
+        (((np.float32(1),), {}), ((np.float64(1),), {}), False),
+        (((np.array([1, 2]),), {}), ((np.array([1, 2]),), {}), True),
+        (((np.array([1, 2]),), {}), ((np.array([2, 1]),), {}), False),
+        (((torch.zeros(2, 3),), {}), ((torch.ones(2, 3),), {}), True),
+        (((torch.zeros(2, 3),), {}), ((torch.zeros(3, 2).t(),), {}), False),
+        (((torch.zeros(2),), {}), ((torch.zeros(2).half(),), {}), False),
+        (((torch.zeros(2),), {}), ((torch.zeros(2, device="meta"),), {}), False),
+    ],
+)
+def test_keys(a: Any, b: Any, equal: bool) -> None:
+    first, second = BIND(*a).key, BIND(*b).key
+    assert (first == second) is equal and (hash(first) == hash(second) or not equal)
+
+
+def test_key_holds_the_context() -> None:
+    x = torch.zeros(2)
+    keys = [BIND((x,), {}).key]
+    for context in (
+        torch.enable_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast("cpu", torch.float16),
+    ):
+        with context:
+            keys.append(BIND((x,), {}).key)
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (((object(),), {}), "argument x is a object, which has no value to compare"),
+        (((1,), {"scale": [{"a": print}]}), r"argument scale\[0\]\['a'\] is a builtin"),
+        (((torch.zeros(2).to_sparse(),), {}), "argument x is a torch.sparse_coo tensor"),
+        (((1,), {"x": 1}), "given twice"),
+    ],
+)
+def test_calls_without_a_key(call: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        BIND(*call)
+
+
+def test_a_call_is_made_as_it_was_written() -> None:
+    tensors = [torch.full((1,), float(i)) for i in range(4)]
+    call = BIND((tensors[0], 7, tensors[1]), {"scale": 2.0, "k": {"z": [tensors[2]], "a": tensors[3]}})
+    new = [t + 10 for t in call.tensors]
+    args, kwargs = call.with_tensors(new)
+    assert [float(args[0]), args[1], float(args[2])] == [10.0, 7, 11.0]
+    assert kwargs["scale"] == 2.0 and float(kwargs["k"]["z"][0]) == 12.0
+    assert float(kwargs["k"]["a"]) == 13.0 and list(kwargs["k"]) == ["z", "a"]
+
+
+def test_varying_numbers() -> None:
+    varying = VaryingNumbers()
+    said = [varying.varying(BIND((1,), {"scale": i / 10})) for i in range(6)]
+    assert said[:3] == [""] * 3 and all("argument scale is another number" in s for s in said[3:])
+    assert varying.varying(BIND((1,), {"scale": 0.5})) == "", "it settled"
+    varying = VaryingNumbers()
+    alternating = [varying.varying(BIND((2,), {"scale": i % 2 / 1})) for i in range(20)]
+    assert alternating == [""] * 20
+
+
+def test_stand_in_comparisons() -> None:
+    number = DeviceNumber(0.25)
+    assert number < 0.5 and not number >= 0.5 and isinstance(number, float)
+    assert number.matches(0.4) and not number.matches(0.6) and not number.exact
+    assert matches(number, 0.1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        math.sqrt, float, int, bool, str, repr, hash, abs, round, math.floor,
+        lambda n: n + 1, lambda n: 1 - n, lambda n: n**2, lambda n: -n, lambda n: f"{n:.2f}",
+        lambda n: n < np.float64(1), lambda n: [10, 20][int(n)], lambda n: n.is_integer(),
+        lambda n: torch.full((2,), n), lambda n: torch.ones(2) * n, lambda n: n * torch.ones(2),
+        lambda n: max(n, n), lambda n: n == "a",
+    ],
+)  # fmt: skip
+def test_any_other_use_of_a_stand_in_pins_it(use: Any) -> None:
+    number, real = DeviceNumber(0.25), use(0.25)
+    result = use(number)
+    assert result == real if isinstance(real, str) else bool(torch.as_tensor(result == real).all())
+    assert number.exact or number.outcomes
+
+
+@pytest.mark.parametrize(
+    "a, b, equal",
+    [
+        (1, 1, True), (1, True, False), (1, 1.0, False), (math.nan, math.nan, True),
+        ([1, math.nan], [1, math.nan], True), ([1], (1,), False), ([1, 2], [1], False),
+        (np.array([math.nan]), np.array([math.nan]), True), (np.zeros(2), np.zeros(3), False),
+        (torch.tensor(1.0), torch.tensor(1.0), True), (torch.tensor(1.0), torch.tensor(1), False),
+        ("a", "a", True), (None, None, True), (None, 0, False),
+    ],
+)  # fmt: skip
+def test_same(a: Any, b: Any, equal: bool) -> None:
+    assert same(a, b) is equal
+
+
+def test_an_entrys_life() -> None:
+    entry = Entry("2x8")
+    assert entry.decide().action == "cold"
+    entry.warm = True
+    assert entry.decide().action == "capture"
+    first, second = Tape(), Tape()
+    entry.tapes += [first, second]
+    assert entry.decide().action == "replay"
+    entry.prefer(second)
+    assert entry.tapes[0] is second and entry.tapes[1] is first
+    entry.retire()
+    assert entry.decide().action == "cold" and not entry.blocked
+    for _ in range(MAX_ATTEMPTS):
+        assert not entry.blocked
+        entry.unsettled("why")
+    assert entry.decide().reason == "why"
+    entry.block("another")
+    assert entry.blocked == "why", "the first cause stays"
+
+
+class Thing:
+    def method(self, a: int, b: int = 2) -> int:
+        return a + b
+
+
+def test_slot() -> None:
+    thing = Thing()
+    slot = Slot(thing, "method", lambda a, b=2: 100)
+    slot.install()
+    assert thing.method(1) == 100 and slot.leads_here()
+    assert list(slot.__signature__.parameters) == ["a", "b"]
+    assert copy.deepcopy(thing).method(1) == 3
+    slot.remove()
+    assert thing.method(1) == 3 and "method" not in thing.__dict__
+    slot.remove()  # idempotent
+
+
+def test_a_buried_slot_passes_through() -> None:
+    thing = Thing()
+    slot = Slot(thing, "method", lambda a, b=2: 100)
+    slot.install()
+    under = thing.method
+    thing.method = lambda a, b=2: under(a, b) + 1  # type: ignore[method-assign]
+    slot.remove()
+    assert thing.method(1) == 4
+
+
+def test_fingerprint_sees_state_by_place() -> None:
+    class Helper:
+        def __init__(self) -> None:
+            self.scale = [1.0]
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module.helper, module.flag, module.memo = Helper(), True, {"a": (1, 2)}
+
+    def change_of(change: Any) -> Any:
+        before = Fingerprint(module)
+        change()
+        return before.first_change()
+
+    assert change_of(lambda: None) is None
+    assert change_of(lambda: module[0].weight.data.mul_(2)) is None, "in place: same storage"
+    assert change_of(lambda: module.helper.scale.__setitem__(0, 2.0)) == "helper.scale[0]"
+    assert change_of(lambda: setattr(module, "flag", False)) == "flag"
+    assert change_of(lambda: setattr(module, "flag", 0)) == "flag", "0 is not False"
+    assert change_of(lambda: module.memo.update(b=1)) == "memo.b"
+    assert change_of(lambda: module.memo.pop("b")) == "memo (something was removed)"
+    assert change_of(lambda: setattr(module[1], "training", False)) == "1.training"
+    assert change_of(lambda: module.__setitem__(1, nn.Linear(2, 2))) == "1"
+    assert change_of(lambda: module.half()) == "storage of a parameter, buffer or tensor attribute"
+    module[0].weight = nn.Parameter(torch.zeros(2, 2))
+    assert change_of(lambda: setattr(module[0], "weight", nn.Parameter(torch.ones(2, 2)))) == "0.weight"
+
+
+def test_fingerprint_restores() -> None:
+    module = nn.Linear(2, 2)
+    module.items, module.table, module.count = [1], {"a": 1}, 0
+    before = Fingerprint(module)
+    module.items.append(2)
+    module.table["b"] = 2
+    module.count = 5
+    module.new = 3
+    before.restore()
+    assert (module.items, module.table, module.count) == ([1], {"a": 1}, 0)
+    assert not hasattr(module, "new") and before.first_change() is None
+
+
+def test_public_names() -> None:
+    assert sorted(dit_graph.__all__) == dit_graph.__all__
+    assert all(hasattr(dit_graph, name) for name in dit_graph.__all__)
+    public = {n for n, v in vars(dit_graph).items() if not n.startswith("_")}
+    modules = {n for n, v in vars(dit_graph).items() if isinstance(v, types.ModuleType)}
+    assert public - modules == set(dit_graph.__all__)
+
+
+LAYERS = [
+    {"errors"}, {"breaks", "config", "guards", "slot", "buffers"}, {"key", "tape", "state", "opaque"},
+    {"watch", "varying", "modulewatch", "devices", "entry"}, {"capture", "pool"}, {"backends"},
+    {"runner"}, {"report"}, {"modes"}, {"enable"},
+]  # fmt: skip
+
+
+def test_imports_go_one_way() -> None:
+    package = Path(dit_graph.__file__).parent
+    layer = {name: i for i, names in enumerate(LAYERS) for name in names}
+    seen = set()
+    for file in package.rglob("*.py"):
+        name = file.relative_to(package).parts[0].removesuffix(".py")
+        if name not in layer:
+            continue
+        seen.add(name)
+        tree = ast.parse(file.read_text())
+        for block in ast.walk(tree):
+            if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING":
+                block.body = []
+        for node in ast.walk(tree):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else (
+                [a.name for a in node.names] if isinstance(node, ast.Import) else [])  # fmt: skip
+            for target in modules:
+                parts = target.split(".")
+                if parts[0] == "dit_graph" and parts[1:2] and parts[1] in layer and parts[1] != name:
+                    assert layer[parts[1]] <= layer[name], f"{file.name} imports {target}"
+    assert seen == set(layer)
+
+
+def test_only_one_file_names_the_graph() -> None:
+    package = Path(dit_graph.__file__).parent
+    naming = [f.name for f in package.rglob("*.py") if "CUDAGraph" in f.read_text()]
+    assert naming == ["cuda.py"]
