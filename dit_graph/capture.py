@@ -124,7 +124,7 @@ class Capture:
         if kind is not Kind.STATIC:
             return self.hold(leaf)
         index = next(i for i, t in enumerate(self._static) if _storage(t) == _storage(leaf))
-        offset = leaf.storage_offset() - self._static[index].storage_offset()
+        offset = int(leaf.storage_offset()) - int(self._static[index].storage_offset())
         return InputView(index, leaf.shape, leaf.stride(), offset)
 
     def survivors(self, out: Any) -> int:
@@ -339,7 +339,7 @@ class Capture:
             )
 
     def _note_writes(
-        self, func: Any, args: Any, kwargs: Any, before: Callable[[Callable[[], object]], None]
+        self, func: Any, args: Any, kwargs: Any, before: Callable[[Callable[[], object]], object]
     ) -> None:
         schema = getattr(func, "_schema", None)
         if schema is None or not schema.is_mutable:
@@ -352,7 +352,7 @@ class Capture:
                 self._note_write(t, before)
 
     def _note_write(
-        self, t: torch.Tensor, before: Callable[[Callable[[], object]], None]
+        self, t: torch.Tensor, before: Callable[[Callable[[], object]], object]
     ) -> None:
         kind = self.kind(t)
         if kind is Kind.CONSTANT:
@@ -367,7 +367,7 @@ class Capture:
 
 
 def _storage(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return int(t.untyped_storage()._cdata)
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ class GraphConfig:
             graph) or `"eager"` (never record).
         device: `"auto"` takes CUDA where the module is on one and runs eagerly elsewhere;
             `"recorder"` records and replays on the CPU, bit for bit, for tests and for looking.
-        on_new_shape: what a call with an unseen signature does once `warmup` has run or not:
-            `"capture"` on its second call, `"eager"` or `"error"` for all that `warmup` did not see.
+        on_new_shape: what a signature does that `warmup` did not see: `"capture"` records it on its
+            second call, `"eager"` and `"error"` do what they say.
         on_failure: `"eager"` answers a failed capture or replay eagerly and counts it,
             `"raise"` lets the error out.
         breaks: `fnmatch` patterns of submodule paths that stay eager, for example `("*.attn",)`.

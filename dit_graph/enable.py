@@ -132,7 +132,7 @@ class Handle:
             pipeline_kwargs: what the pipeline is called with, for example `prompt="a fox"`.
 
         Raises:
-            ConfigError: neither or both of sizes and inputs, or a pipeline without height and width.
+            ConfigError: neither or both of sizes and inputs, or a pipeline without sizes.
         """
         target = self._alive()
         module = isinstance(target, torch.nn.Module)

@@ -1,14 +1,14 @@
 """The exceptions, as one tree.
 
-    DitGraphError
-    ├── ConfigError            an option has a value that cannot work
-    ├── AlreadyEnabled         the module is graphed with another config
-    ├── NotEnabled             disable or a handle's method met a target that is not graphed
-    ├── Unsupported            this module or machine cannot be graphed at all
-    ├── NewShape               on_new_shape="error" met a signature that was not warmed up
-    ├── BreakResultChanged     a marked break gave a result of another form than at capture
-    ├── GuardMismatch          a recorded value differs in this call (handled by the runner)
-    └── CaptureError           a forward could not be recorded (handled by the runner)
+DitGraphError
+├── ConfigError            an option has a value that cannot work
+├── AlreadyEnabled         the module is graphed with another config
+├── NotEnabled             disable or a handle's method met a target that is not graphed
+├── Unsupported            this module or machine cannot be graphed at all
+├── NewShape               on_new_shape="error" met a signature that was not warmed up
+├── BreakResultChanged     a marked break gave a result of another form than at capture
+├── GuardMismatch          a recorded value differs in this call (handled by the runner)
+└── CaptureError           a forward could not be recorded (handled by the runner)
 """
 
 

@@ -25,9 +25,9 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
+        return bool(a == b) or (math.isnan(a) and math.isnan(b))
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
@@ -66,7 +66,7 @@ class DeviceNumber:
         self.outcomes: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
         self.exact = False
 
-    __class__ = property(lambda self: float)  # type: ignore[assignment]  # isinstance(x, float)
+    __class__ = property(lambda self: float)  # isinstance(x, float) holds
 
     def pin(self) -> float:
         """Any use but a comparison with a number: from now on the exact value is the guard."""

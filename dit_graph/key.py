@@ -40,8 +40,14 @@ class GraphKey:
 
     def describe(self) -> str:
         """The tensor shapes, as people name a bucket: `2x3x64x64 2x1x256`."""
-        shapes = ["x".join(map(str, leaf[1])) or "()" for leaf in self.leaves if leaf[0] == "tensor"]
+        shapes = [
+            "x".join(map(str, leaf[1])) or "()" for leaf in self.leaves if leaf[0] == "tensor"
+        ]
         return " ".join(shapes) or "no tensors"
+
+
+class Unkeyable(CaptureError):
+    """A call has an argument that cannot be compared with another call's."""
 
 
 class Signature:
@@ -56,10 +62,10 @@ class Signature:
         return self.names[index] if index < len(self.names) else f"*{index}"
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
-        """The call as names and values. Raises CaptureError when a value cannot be compared."""
+        """The call as names and values. Raises Unkeyable when a value cannot be compared."""
         named = {self.name(i): value for i, value in enumerate(args)} if args else {}
         if not named.keys().isdisjoint(kwargs):
-            raise CaptureError("an argument is given twice")  # the model raises its own TypeError
+            raise Unkeyable("an argument is given twice")  # the model raises its own TypeError
         named |= kwargs
         return Call(dict(sorted(named.items())), [self.name(i) for i in range(len(args))])
 
@@ -79,7 +85,7 @@ class Call:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             if value.layout is not torch.strided:
-                raise CaptureError(f"{self._name(value)} is a {value.layout} tensor")
+                raise Unkeyable(f"{self._name(value)} is a {value.layout} tensor")
             self.tensors.append(value)
             return ("tensor", value.shape, value.stride(), value.dtype, value.device)
         if kind is float:
@@ -92,15 +98,19 @@ class Call:
             inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             leaves, spec = pytree.tree_flatten(inner)
             return (kind, spec, *map(self._leaf, leaves))
-        raise CaptureError(f"{self._name(value)} is a {kind.__name__}, which has no value to compare")
+        raise Unkeyable(f"{self._name(value)} is a {kind.__name__}, which has no value to compare"
+        )
 
     def _name(self, value: Any) -> str:
-        return next((self.leaf_name(i) for i, v in enumerate(self._leaves) if v is value), "a value")
+        return next(
+            (self.leaf_name(i) for i, v in enumerate(self._leaves) if v is value), "a value"
+        )
 
     def leaf_name(self, index: int) -> str:
         """How a message names the leaf, for example `argument joint_attention_kwargs['scale']`."""
         path = pytree.tree_flatten_with_path(self.arguments)[0][index][0]
-        return f"argument {path[0].key}{pytree.keystr(path[1:])}"
+        name = getattr(path[0], "key", path[0])
+        return f"argument {name}{pytree.keystr(path[1:])}"
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """`(args, kwargs)` as the caller wrote them, with other tensors in the same places."""

@@ -25,7 +25,9 @@ def compiled(fn: Any) -> bool:
     if not callable(fn) or isinstance(fn, (type, torch.nn.Module)):
         return False
     if "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ()):
-        return getattr(fn, "__code__", None) is not None and fn.__code__.co_name == "compile_wrapper"
+        return (
+            getattr(fn, "__code__", None) is not None and fn.__code__.co_name == "compile_wrapper"
+        )
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     return flex is not None and fn is flex.flex_attention
 
@@ -44,7 +46,7 @@ def compiled_places(module: torch.nn.Module) -> Places:
         for value in own.values():
             if isinstance(value, FunctionType):
                 spaces += _namespaces(value)
-            elif hasattr(type(value), "__call__") and not isinstance(value, torch.nn.Module):
+            elif callable(value) and not isinstance(value, (type, torch.nn.Module)):
                 spaces += _namespaces(type(value).__call__)
         for space in spaces:
             if id(space) not in seen:
@@ -116,4 +118,3 @@ def no_hidden_compiled_code() -> Iterator[None]:
 
     with put_in_place([(vars(dynamo), "set_eval_frame", refuse)]):
         yield
-

@@ -1,4 +1,4 @@
-"""Graph memory in generations. A generation frees only as a whole, so its entries retire together."""
+"""Graph memory in generations. A generation frees as a whole, so its entries retire together."""
 
 import threading
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ from dit_graph.runner import Runner
 
 
 def totals(installs: Iterable[Any]) -> dict[str, Any]:
-    """Sums over all modules; `calls` is `cold + captures + replays` and the eager calls together."""
+    """Sums over all modules."""
     sums = {"calls": 0, "cold": 0, "captures": 0, "replays": 0}
     eager: Counter[str] = Counter()
     for install in installs:

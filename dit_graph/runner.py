@@ -15,12 +15,12 @@ from dit_graph.buffers import StaticBuffers, shares_storage
 from dit_graph.config import GraphConfig
 from dit_graph.entry import Decision, Entry
 from dit_graph.errors import BreakResultChanged, CaptureError, GuardMismatch, NewShape
-from dit_graph.key import Call, GraphKey, Signature
-from dit_graph.varying import VaryingNumbers
+from dit_graph.key import Call, GraphKey, Signature, Unkeyable
+from dit_graph.modulewatch import ModuleWatcher
 from dit_graph.pool import Pool
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape, Undo
-from dit_graph.modulewatch import ModuleWatcher
+from dit_graph.varying import VaryingNumbers
 
 log = logging.getLogger("dit_graph")
 
@@ -63,18 +63,20 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if breaks.capturing():  # inside another module's recording: part of it
             return self._original(*args, **kwargs)
+        entry: Entry | None = None
         with self.pool.lock:
             self.calls += 1
             try:
                 call = self._signature.bind(args, kwargs)
-            except CaptureError as error:
-                call, entry, decision = None, None, Decision("eager", str(error))
-            else:
                 entry, decision = self._decide(call)
-            if call is not None and entry is not None and decision.action != "eager":
-                with self.pool.using(), breaks.live(call.arguments):
-                    return getattr(self, f"_{decision.action}")(entry, call, args, kwargs)
-        return self._eager(entry, decision.reason, args, kwargs)
+                if entry is not None and decision.action != "eager":
+                    act = getattr(self, f"_{decision.action}")
+                    with self.pool.using(), breaks.live(call.arguments):
+                        return act(entry, call, args, kwargs)
+                reason = decision.reason
+            except Unkeyable as error:
+                reason = str(error)
+        return self._eager(entry, reason, args, kwargs)
 
     def _decide(self, call: Call) -> tuple[Entry | None, Decision]:
         if not self._backend.records:
@@ -151,9 +153,7 @@ class Runner:
                 entry.static = StaticBuffers(call.tensors)
         static = entry.static.tensors
         entry.static.copy_in(call.tensors)
-        capture = self._backend.capture(
-            self.pool.device, generation.memory, static, self._module
-        )
+        capture = self._backend.capture(self.pool.device, generation.memory, static, self._module)
         try:
             with self.pool.device.stream():
                 live = call.with_tensors(static)
@@ -223,7 +223,9 @@ class Runner:
                 undo.roll_back()
                 if self.config.on_failure == "raise":
                     raise
-                return self._eager(entry, f"a marked break's result changed: {error.place}", args, kwargs)
+                return self._eager(
+                    entry, f"a marked break's result changed: {error.place}", args, kwargs
+                )
             entry.replays += 1
             entry.prefer(tape)
             result = tape.result(live)

@@ -66,7 +66,7 @@ def plain_method(owner: Any, name: str) -> Any:
 
 
 def _chain(place: Any) -> list[Any]:
-    links = []
+    links: list[Any] = []
     while place is not None and len(links) < 64:
         links.append(place)
         place = getattr(place, "__wrapped__", None)

@@ -138,7 +138,7 @@ def _unchanged(now: Any, before: Any) -> bool:
     if type(now) is not type(before):
         return False
     if isinstance(now, types.MethodType):
-        return now == before
+        return bool(now == before)
     return isinstance(now, plain) and (now == before or now != now)
 
 

@@ -99,7 +99,7 @@ class Tape:
             step()
 
     def result(self, live: list[torch.Tensor]) -> Any:
-        """What the caller gets: clones, or views of its own arguments, in the recorded structure."""
+        """What the caller gets: clones, or views of its own arguments, as it was recorded."""
         leaves = [leaf(live) if isinstance(leaf, InputView) else own(leaf) for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -153,7 +153,9 @@ class Undo:
         self._kept = [(t, [t.clone()]) for t in tensors]
         self._states = [g.get_state() for g in self._generators] if random else []
 
-    def promise(self, tensor: torch.Tensor, later: Callable[[Callable[[], object]], None]) -> None:
+    def promise(
+        self, tensor: torch.Tensor, later: Callable[[Callable[[], object]], object]
+    ) -> None:
         """Take one more tensor, when `later` says that its time has come."""
         kept: list[torch.Tensor] = []
         self._kept.append((tensor, kept))

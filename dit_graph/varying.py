@@ -1,4 +1,4 @@
-"""Finds the int or float argument that is another one at every call: named once, not a graph each."""
+"""Finds the int or float argument that is another one at every call: named, not a graph each."""
 
 from collections import deque
 

@@ -8,7 +8,7 @@ capture knows how to make one.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,7 +48,7 @@ class OpWatch(TorchDispatchMode):
     supports_higher_order_operators = True  # flex_attention and the like: one operation
 
     def __init__(self, capture: "Capture") -> None:
-        super().__init__()
+        cast(Any, super()).__init__()
         self._capture = capture
 
     def __torch_dispatch__(
@@ -157,16 +157,16 @@ class Watch:
         self._ops = OpWatch(capture)
 
     def __enter__(self) -> None:
-        self._calls.__enter__()
-        self._ops.__enter__()
+        cast(Any, self._calls).__enter__()
+        cast(Any, self._ops).__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._ops.__exit__(*error)
-        self._calls.__exit__(*error)
+        cast(Any, self._ops).__exit__(*error)
+        cast(Any, self._calls).__exit__(*error)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Take both modes off. Dynamo skips a function for good when it first meets it under one."""
+        """Take both modes off: dynamo gives up a function that it first meets under one."""
         if _get_current_dispatch_mode() is not self._ops:
             raise CaptureError("a torch dispatch mode of the model's own is active around a break")
         self.__exit__(None, None, None)
@@ -188,4 +188,3 @@ def source_line() -> str:
     code = frame.f_code
     file = "/".join(code.co_filename.rsplit("/", 2)[-2:])
     return f"{file}:{frame.f_lineno} in {code.co_name}"
-

@@ -334,13 +334,19 @@ class Conditioning:
 
 def test_nested_tensors_are_staged(machine: Machine) -> None:
     def body(m: Any, x: Any, residuals: Any, extra: Any, cond: Any) -> Any:
-        return m.linear(x) + residuals[0] + extra["a"]["b"] * cond.scale + cond.tokens + extra["o"][0]
+        return (
+            m.linear(x) + residuals[0] + extra["a"]["b"] * cond.scale + cond.tokens + extra["o"][0]
+        )
 
     calls = [
         {
             "x": rows(i),
             "residuals": [rows(i + 1)],
-            "extra": {"a": {"b": rows(i + 2)}, "n": None, "o": Transformer2DModelOutput(rows(i + 4))},
+            "extra": {
+                "a": {"b": rows(i + 2)},
+                "n": None,
+                "o": Transformer2DModelOutput(rows(i + 4)),
+            },
             "cond": Conditioning(rows(i + 3).to(machine.on), 0.5),
         }
         for i in range(0, 50, 10)
@@ -365,8 +371,10 @@ def test_positional_and_keyword_calls_share_a_recording(machine: Machine) -> Non
 @pytest.mark.parametrize("values", [(1, True, 1.0), (0.0, -0.0), (None, False, 0), ("a", b"a")])
 def test_values_that_compare_equal_stay_apart(machine: Machine, values: Any) -> None:
     def body(m: Any, x: Any, v: Any) -> Any:
-        return x + {"int": 1, "bool": 2, "float": 3, "NoneType": 4}.get(type(v).__name__, 5) + (
-            torch.copysign(torch.ones_like(x), torch.tensor(v)) if isinstance(v, float) else 0
+        return (
+            x
+            + {"int": 1, "bool": 2, "float": 3, "NoneType": 4}.get(type(v).__name__, 5)
+            + (torch.copysign(torch.ones_like(x), torch.tensor(v)) if isinstance(v, float) else 0)
         )
 
     pair = machine.pair(Module(body))
@@ -429,9 +437,7 @@ def test_a_foreign_object_is_eager_by_name(machine: Machine) -> None:
     pair = machine.pair(Module(lambda m, x, cache: x + 1))
     for i in range(3):
         pair(rows(i).to(machine.on), cache=Cache())
-    assert pair.stats["eager"] == {
-        "argument cache is a Cache, which has no value to compare": 3
-    }
+    assert pair.stats["eager"] == {"argument cache is a Cache, which has no value to compare": 3}
 
 
 def test_a_list_that_the_forward_changes_is_eager_by_name(machine: Machine) -> None:
@@ -545,7 +551,9 @@ def test_a_changed_break_result_is_named_and_eager(machine: Machine, what: str) 
         state["n"] += 1
         if state["n"] <= 6:
             return h, 1
-        return {"shape": (h[:1], 1), "dtype": (h.double(), 1), "structure": (h,), "value": (h, 2)}[what]
+        return {"shape": (h[:1], 1), "dtype": (h.double(), 1), "structure": (h,), "value": (h, 2)}[
+            what
+        ]
 
     def body(m: Any, x: Any) -> Any:
         h, *n = unsteady(m.linear(x))
@@ -837,7 +845,9 @@ def test_a_forward_hook_on_a_block_is_eager_by_name(machine: Machine) -> None:
     hook = pair.graphed.linear.register_forward_hook(lambda *a: seen.append(1))
     for i in range(3):
         pair(rows(i).to(machine.on))
-    assert len(seen) == 3 and list(pair.stats["eager"]) == ["a forward hook on linear would not run"]
+    assert len(seen) == 3 and list(pair.stats["eager"]) == [
+        "a forward hook on linear would not run"
+    ]
     hook.remove()
     for i in range(4):
         pair(rows(i).to(machine.on))

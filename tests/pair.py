@@ -47,7 +47,9 @@ class Pair:
         torch.manual_seed(seed)
         expected = self.eager(*twin_args, **twin_kwargs)
         same = same_tree(result, expected)
-        same &= same_tree((args, kwargs), (twin_args, twin_kwargs))  # also what was written in place
+        same &= same_tree(
+            (args, kwargs), (twin_args, twin_kwargs)
+        )  # also what was written in place
         same &= same_tree(random, self._draw())
         same &= same_tree(dict(self.graphed.named_buffers()), dict(self.eager.named_buffers()))
         return same, result
@@ -58,7 +60,9 @@ class Pair:
     @property
     def stats(self) -> dict[str, Any]:
         stats = self.handle.stats()
-        counted = stats["cold"] + stats["captures"] + stats["replays"] + sum(stats["eager"].values())
+        counted = (
+            stats["cold"] + stats["captures"] + stats["replays"] + sum(stats["eager"].values())
+        )
         assert stats["calls"] <= counted
         return stats
 

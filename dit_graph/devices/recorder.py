@@ -120,9 +120,7 @@ class RecorderSegment(Segment):
     def empty_like(self, t: torch.Tensor) -> torch.Tensor:
         extent = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
         block = self._arena.allocate(extent.untyped_storage().nbytes())
-        return torch.empty(0, dtype=t.dtype).set_(
-            block.untyped_storage(), 0, t.shape, t.stride()
-        )
+        return torch.empty(0, dtype=t.dtype).set_(block.untyped_storage(), 0, t.shape, t.stride())
 
     def before_launch(self, action: Callable[[], object]) -> None:
         action()  # operations run while they are recorded, so "before" is now
@@ -161,14 +159,14 @@ class Recorder(Device):
 
     def check(self) -> None:
         if self.on.type != "cpu":
-            raise Unsupported(f"device='recorder' records on the CPU, but the module is on {self.on}")
+            raise Unsupported(
+                f"device='recorder' records on the CPU, but the module is on {self.on}"
+            )
 
     def memory(self) -> Arena:
         return Arena()
 
-    def segment(
-        self, memory: Any, hold: Callable[[torch.Tensor], torch.Tensor]
-    ) -> RecorderSegment:
+    def segment(self, memory: Any, hold: Callable[[torch.Tensor], torch.Tensor]) -> RecorderSegment:
         return RecorderSegment(memory, hold)
 
     def weak(self, t: torch.Tensor) -> torch.Tensor:

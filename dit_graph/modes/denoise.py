@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
@@ -27,18 +27,20 @@ def denoisers(target: Any) -> dict[str, torch.nn.Module]:
         return {type(target).__name__: target}
     if not isinstance(target, DiffusionPipeline):
         raise ConfigError(
-            "enable takes a diffusers pipeline or a torch.nn.Module,"
-            f" got {type(target).__name__}"
+            f"enable takes a diffusers pipeline or a torch.nn.Module, got {type(target).__name__}"
         )
+    components: dict[str, Any] = cast(Any, target).components
     found = {
         name: part
-        for name, part in target.components.items()
+        for name, part in components.items()
         if name.startswith(_DENOISERS) and isinstance(part, ModelMixin)
     }
     if not found:
-        parts = ", ".join(target.components)
-        raise ConfigError(f"{type(target).__name__} has no transformer, unet or controlnet ({parts})")
-    return found
+        parts = ", ".join(components)
+        raise ConfigError(
+            f"{type(target).__name__} has no transformer, unet or controlnet ({parts})"
+        )
+    return cast(dict[str, torch.nn.Module], found)
 
 
 class Pictures:

@@ -46,7 +46,9 @@ def flux_pipeline(scheduler: Any = None) -> FluxPipeline:
     return pipe
 
 
-def draw(pipe: Any, seed: int = 0, steps: int = 4, size: tuple[int, int] = (16, 16), **kw: Any) -> Any:
+def draw(
+    pipe: Any, seed: int = 0, steps: int = 4, size: tuple[int, int] = (16, 16), **kw: Any
+) -> Any:
     generator = torch.Generator().manual_seed(seed)
     embeds = torch.randn(1, 6, 32, generator=generator)
     return pipe(
@@ -383,9 +385,11 @@ def test_warmup_leaves_everything_as_it_was(caplog: Any) -> None:
     assert pipe._progress_bar_config == {"disable": True}
     assert handle.stats() == {"calls": 6, "cold": 3, "captures": 3, "replays": 0, "eager": {}}
     runner = handle.installs["transformer"].runner
-    assert [int(e.label.split()[3].split("x")[1]) for e in runner.entries.values()] == [9, 6, 4] or (
-        len(runner.entries) == 3
-    )
+    assert [int(e.label.split()[3].split("x")[1]) for e in runner.entries.values()] == [
+        9,
+        6,
+        4,
+    ] or (len(runner.entries) == 3)
     assert torch.equal(draw(pipe, 0, size=(16, 24)), draw(eager, 0, size=(16, 24)))
     assert handle.stats()["replays"] == 4
 

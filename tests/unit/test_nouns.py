@@ -112,7 +112,9 @@ def test_calls_without_a_key(call: Any, message: str) -> None:
 
 def test_a_call_is_made_as_it_was_written() -> None:
     tensors = [torch.full((1,), float(i)) for i in range(4)]
-    call = BIND((tensors[0], 7, tensors[1]), {"scale": 2.0, "k": {"z": [tensors[2]], "a": tensors[3]}})
+    call = BIND(
+        (tensors[0], 7, tensors[1]), {"scale": 2.0, "k": {"z": [tensors[2]], "a": tensors[3]}}
+    )
     new = [t + 10 for t in call.tensors]
     args, kwargs = call.with_tensors(new)
     assert [float(args[0]), args[1], float(args[2])] == [10.0, 7, 11.0]
@@ -239,7 +241,10 @@ def test_fingerprint_sees_state_by_place() -> None:
     assert change_of(lambda: module.__setitem__(1, nn.Linear(2, 2))) == "1"
     assert change_of(lambda: module.half()) == "storage of a parameter, buffer or tensor attribute"
     module[0].weight = nn.Parameter(torch.zeros(2, 2))
-    assert change_of(lambda: setattr(module[0], "weight", nn.Parameter(torch.ones(2, 2)))) == "0.weight"
+    assert (
+        change_of(lambda: setattr(module[0], "weight", nn.Parameter(torch.ones(2, 2))))
+        == "0.weight"
+    )
 
 
 def test_fingerprint_restores() -> None:
@@ -288,7 +293,12 @@ def test_imports_go_one_way() -> None:
                 [a.name for a in node.names] if isinstance(node, ast.Import) else [])  # fmt: skip
             for target in modules:
                 parts = target.split(".")
-                if parts[0] == "dit_graph" and parts[1:2] and parts[1] in layer and parts[1] != name:
+                if (
+                    parts[0] == "dit_graph"
+                    and parts[1:2]
+                    and parts[1] in layer
+                    and parts[1] != name
+                ):
                     assert layer[parts[1]] <= layer[name], f"{file.name} imports {target}"
     assert seen == set(layer)
 
