@@ -34,7 +34,7 @@ class Install:
         self.notes: list[str] = []
         self._pool = handle
         self._signature = Signature(module.forward)
-        device = device_of(module)
+        device = device_of(module, self.config.device)
         if self.config.device != "auto" or device.type == "cuda":
             self._resolve(device)
         else:
@@ -103,6 +103,7 @@ class Handle:
         self.pictures = Pictures(target, self._check)
 
     def pool_on(self, device: torch.device) -> Pool:
+        """The pool that all runners of this handle share, made for `device` when first asked."""
         if self._pool is None:
             name = "cuda" if self.config.device == "auto" else self.config.device
             self._pool = Pool(device_named(name, device), self.config.max_graphs)
@@ -263,12 +264,14 @@ def disable(target: Any) -> None:
     handle.disable()
 
 
-def device_of(module: torch.nn.Module) -> torch.device:
-    """The one device of a module's parameters. Raises Unsupported when there are several."""
-    devices = {p.device for p in module.parameters()}
+def device_of(module: torch.nn.Module, wanted: str = "auto") -> torch.device:
+    """The one device of a module's tensors. Raises Unsupported when there are several."""
+    devices = {t.device for t in [*module.parameters(), *module.buffers()]}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"{type(module).__name__} is spread over {names}; one device is needed")
+    if not devices and wanted == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
     return next(iter(devices), torch.device("cpu"))
 
 

@@ -1,0 +1,229 @@
+"""What only a real device shows: streams, allocator, failed captures, memory, pictures."""
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dit_graph
+from tests.contract import Module, rows
+from tests.families import FAMILIES, moved
+from tests.pair import Machine
+
+CUDA = "cuda:0"
+
+
+def block(width: int = 256, layers: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        for _ in range(layers)
+    ]
+    return nn.Sequential(*parts).to(CUDA).requires_grad_(False)
+
+
+@pytest.mark.parametrize("where", ["segment 0", "after a break"])
+def test_an_illegal_call_in_a_capture_is_unwound(machine: Machine, where: str) -> None:
+    def body(m: Any, x: Any) -> Any:
+        m.count.add_(1)
+        h = m.linear(x) + torch.randn_like(x)
+        if where == "after a break":
+            h = h + bool(h.sum() > -1e9)
+        if x.shape[0] == 2:
+            torch.cuda.synchronize()  # forbidden while a stream captures
+        return h + m.count
+
+    pair = machine.pair(Module(body))
+    for i in range(5):
+        pair(rows(i).to(CUDA), seed=i)
+    (reason,) = pair.stats["eager"]
+    assert reason.startswith("capture failed") and pair.replays == 0
+    for i in range(5):
+        pair(rows(i, 3).to(CUDA), seed=i)
+    assert pair.replays == 3, "the next key is recorded"
+    assert torch.randn(4, device=CUDA).isfinite().all()
+
+
+def test_out_of_memory_in_a_capture_is_answered_eagerly(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and x.shape[0] == 2:
+            torch.empty(1 << 50, dtype=torch.uint8, device=x.device)
+        return m.linear(x) * 2
+
+    pair = machine.pair(Module(body))
+    for i in range(4):
+        pair(rows(i).to(CUDA))
+    (reason,) = pair.stats["eager"]
+    assert "OutOfMemoryError" in reason
+    for i in range(4):
+        pair(rows(i, 3).to(CUDA))
+    assert pair.replays == 2
+
+
+def test_calls_on_the_callers_own_stream() -> None:
+    module = block()
+    twin = copy.deepcopy(module)
+    handle = dit_graph.enable(module)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for i in range(30):
+        with torch.cuda.stream(streams[i % 3]):
+            x = torch.full((64, 256), float(i), device=CUDA).sin_()
+            results.append((x.clone(), module(x)))
+            x.zero_()  # after the call, on the same stream
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, twin(x)) for x, out in results)
+    assert handle.stats()["replays"] == 28
+
+
+def test_results_survive_later_captures_and_frees() -> None:
+    module = block()
+    twin = copy.deepcopy(module)
+    dit_graph.enable(module)
+    held = []
+    for i, n in enumerate([8, 4, 2, 8, 8, 4, 4, 2, 2, 8, 4, 2] * 3):
+        x = torch.randn(n, 256, device=CUDA)
+        held.append((x, module(x)))
+        for size in torch.randint(1, 1 << 20, (20,)).tolist():
+            torch.full((size,), float("nan"), device=CUDA)
+        if i % 7 == 0:
+            torch.cuda.empty_cache()
+    assert all(torch.equal(out, twin(x)) for x, out in held)
+
+
+def test_marked_attention_needs_no_more_memory_than_one_graph() -> None:
+    held = {}
+    for label, options in {"full": {"backend": "full"}, "marked": {"breaks": ("*.1",)}}.items():
+        module = block(1024, 16)
+        handle = dit_graph.enable(module, **options)
+        x = torch.randn(4096, 1024, device=CUDA)
+        expected = copy.deepcopy(module)(x)
+        for _ in range(4):
+            assert torch.equal(module(x), expected)
+        assert handle.stats()["replays"] == 2
+        held[label] = handle.pool_on(torch.device(CUDA)).bytes
+        handle.disable()
+    assert held["marked"] <= held["full"] * 1.02, held
+
+
+def test_disable_gives_the_memory_back() -> None:
+    module = block(1024, 16)
+    x = torch.randn(4096, 1024, device=CUDA)
+    module(x)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    handle = dit_graph.enable(module)
+    for n in (4096, 2048, 1024):
+        for _ in range(4):
+            module(x[:n])
+    assert before - torch.cuda.mem_get_info()[0] > 32 << 20
+    handle.disable()
+    torch.cuda.synchronize()
+    assert before - torch.cuda.mem_get_info()[0] <= 1 << 20
+
+
+def test_recordings_over_the_limit_retire_and_stay_right() -> None:
+    module = block()
+    twin = copy.deepcopy(module)
+    handle = dit_graph.enable(module, max_graphs=2)
+    for i in range(60):
+        x = torch.randn(1 + i // 3 % 4, 256, device=CUDA)
+        assert torch.equal(module(x), twin(x))
+    assert handle.stats()["replays"] >= 20 and handle.stats()["eager"] == {}
+
+
+def test_host_arguments_and_tables(machine: Machine) -> None:
+    def body(m: Any, x: Any, lengths: Any) -> Any:
+        table = torch.arange(8).float()  # built on the host, moved in the forward
+        rows = (lengths * 2).clamp(max=8)  # host work on a host argument
+        longest = int(rows.max())
+        return m.linear(x)[:, :longest] * table.to(x.device)[:longest] + rows.to(x.device).sum()
+
+    pair = machine.pair(Module(body))
+    for i in range(9):
+        pair(rows(i).to(CUDA), torch.tensor([1, 2 + i % 2]))
+    assert pair.replays >= 6, pair.handle.report()
+
+
+def test_a_module_that_moves_to_the_host_and_back(machine: Machine) -> None:
+    family = FAMILIES["flux"]
+    pair = machine.pair(family.build())
+    call = family.inputs(0, 5)
+    for _ in range(3):
+        pair(**moved(call, CUDA))
+    for module in (pair.graphed, pair.eager):
+        module.cpu()
+    pair(**call)
+    assert "parameters are on cpu" in next(iter(pair.stats["eager"]))
+    for module in (pair.graphed, pair.eager):
+        module.to(CUDA)
+    for _ in range(4):
+        pair(**moved(call, CUDA))
+    assert pair.replays >= 3
+
+
+def test_enable_before_the_pipeline_moves_to_the_gpu() -> None:
+    module = FAMILIES["flux"].build()
+    twin = copy.deepcopy(module).to(CUDA)
+    handle = dit_graph.enable(module)
+    module.to(CUDA)
+    for i in range(4):
+        call = moved(FAMILIES["flux"].inputs(i, 5), CUDA)
+        assert torch.equal(module(**call)[0], twin(**call)[0])
+    assert handle.stats()["replays"] == 2
+
+
+def test_an_inductor_block(machine: Machine) -> None:
+    torch.compiler.reset()
+    module = block(64, 2)
+    for part in module:
+        part.compile(fullgraph=True)
+    x = torch.randn(8, 64, device=CUDA)
+    expected = module(x)
+    handle = dit_graph.enable(module)
+    for i in range(5):
+        y = torch.randn(8, 64, device=CUDA)
+        got = module(y)
+        dit_graph.disable(handle) if i == 4 else None
+        assert torch.allclose(got, copy.deepcopy(module)(y), atol=1e-5)
+    assert handle.stats()["replays"] == 3
+    assert torch.equal(module(x), expected)
+
+
+def test_cuda_malloc_async_is_refused_in_one_line() -> None:
+    code = (
+        "import torch, dit_graph\n"
+        "try: dit_graph.enable(torch.nn.Linear(2, 2).cuda())\n"
+        "except dit_graph.Unsupported as error: print('refused:', error)\n"
+    )
+    import os
+
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert run.stdout.startswith("refused: the cudaMallocAsync allocator"), run.stderr
+    assert run.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_the_embedded_model_draws_the_same_pixels(batch: int) -> None:
+    from dit_graph.embedded import load
+
+    pipe, eager = load(torch.bfloat16).to(CUDA), load(torch.bfloat16).to(CUDA)
+    handle = dit_graph.enable(pipe)
+    for p in (pipe, eager):
+        p.set_progress_bar_config(disable=True)
+    for size in ((64, 64), (64, 96), (96, 64)):
+        pictures = [
+            p("fox", *size, num_inference_steps=8, guidance_scale=2.0, num_images_per_prompt=batch,
+              generator=torch.Generator().manual_seed(3), output_type="pt").images
+            for p in (pipe, eager)
+        ]  # fmt: skip
+        assert torch.equal(*pictures)
+    stats = handle.stats()
+    # 64x96 and 96x64 have the same packed shapes; their positions are tensors
+    assert stats == {"calls": 24, "cold": 2, "captures": 2, "replays": 20, "eager": {}}
