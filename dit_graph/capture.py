@@ -194,11 +194,11 @@ class Capture:
         operands = tensors_of((args, kwargs))
         self._note_writes(func, args, kwargs, segment.before_launch)
         for t in operands:
-            if self.kind(t) is None:
-                self.tape.external[_storage(t)] = t
+            if self.kind(t) in (None, Kind.CONSTANT):
+                self.tape.held[_storage(t)] = t
         out = segment.call(func, args, kwargs)
         for t in tensors_of(out):
-            if self.kind(t) is None and _storage(t) not in self.tape.external:
+            if self.kind(t) is None and _storage(t) not in self.tape.held:
                 self._mark(t, Kind.POOL)
         return out
 
@@ -210,16 +210,22 @@ class Capture:
 
     def on_host(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
         """Host work: done anew at replay where it depends on anything, without ending a segment."""
-        operands = tensors_of((args, kwargs))
-        if random or any(not self.is_constant(t) for t in operands):
+        if random or not self.follows_from_constants(func, args, kwargs):
             return self.eager(func, args, kwargs, reason=f"{func} on the host", host=True)
         return self.constant(func(*args, **kwargs))
 
-    def make_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def follows_from_constants(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it makes something new from constants alone; a write must stay in its place."""
+        schema = getattr(func, "_schema", None)
+        writes = schema is not None and schema.is_mutable
+        return not writes and all(self.is_constant(t) for t in tensors_of((args, kwargs)))
+
+    def make_constant(self, func: Any, args: Any, kwargs: Any, device: Any) -> Any:
         """Something that follows from Python data alone: made once, outside of the segments."""
-        if self._segment is not None:
-            self._require_breaks(f"{getattr(func, '__name__', func)} from Python data")
-        self.close()
+        if torch.device(device).type != self.device.host_type:
+            if self._segment is not None:
+                self._require_breaks(f"{getattr(func, '__name__', func)} from Python data")
+            self.close()
         return self.constant(self.alone(func, args, kwargs))
 
     def constant(self, out: Any) -> Any:

@@ -44,7 +44,8 @@ class Install:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.runner is None:
-            device = next(iter({p.device for p in self.module.parameters()}), torch.device("cpu"))
+            first = next(self.module.parameters(), None)
+            device = torch.device("cpu") if first is None else first.device
             if device.type != "cuda":
                 self.eager[_no_gpu(device)] += 1
                 return self._slot.original(*args, **kwargs)

@@ -98,8 +98,7 @@ class Call:
             inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             leaves, spec = pytree.tree_flatten(inner)
             return (kind, spec, *map(self._leaf, leaves))
-        raise Unkeyable(f"{self._name(value)} is a {kind.__name__}, which has no value to compare"
-        )
+        raise Unkeyable(f"{self._name(value)} is a {kind.__name__}, which has no value to compare")
 
     def _name(self, value: Any) -> str:
         return next(

@@ -1,6 +1,7 @@
 """Decides when the module's state is read, and remembers what the forward itself writes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class ModuleWatcher:
         self._known: Fingerprint | None = None
         self._written: set[str] = set()
         self._streak = 0
+        self._seen: tuple[Any, ...] = ()
         self._needs_grad = False
 
     def changed(self) -> str | None:
@@ -36,8 +38,9 @@ class ModuleWatcher:
         picture = self._pictures()
         begins = picture is None or picture != self._picture
         full, self._again, self._picture = begins or self._again, begins, picture
-        if not full and self._known is not None:
+        if self._known is not None and not full and self._glance() == self._seen:
             return None
+        self._seen = self._glance()
         change = None if self._known is None else self._known.first_change()
         steadied = not change and self._streak > _UNSTEADY
         self._streak = self._streak + 1 if change else 0
@@ -49,6 +52,11 @@ class ModuleWatcher:
         if self._streak > _UNSTEADY:
             self.blocker = self.blocker or f"Python state changes at every call: {change}"
         return change
+
+    def _glance(self) -> tuple[Any, ...]:
+        """What a step inside a picture compares: the mode, and where the weights begin."""
+        first = next(self._module.parameters(), None)
+        return self._module.training, None if first is None else (first.dtype, first.data_ptr())
 
     def wrote(self, place: str) -> bool:
         """Whether it is the forward itself that writes there."""

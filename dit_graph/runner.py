@@ -61,7 +61,9 @@ class Runner:
         self._said: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if breaks.capturing():  # inside another module's recording: part of it
+        if breaks.capturing() or self.pool.device.capturing():
+            self.calls += 1
+            self.refused["part of a recording around it"] += 1
             return self._original(*args, **kwargs)
         entry: Entry | None = None
         with self.pool.lock:

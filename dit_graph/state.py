@@ -10,6 +10,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from diffusers.hooks import HookRegistry
 
 from dit_graph.guards import DeviceNumber
 
@@ -89,6 +90,8 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def _container(value: Any) -> Any:
     if isinstance(value, (dict, list, set, tuple)):
         return value
+    if isinstance(value, HookRegistry):
+        return value.hooks  # its bookkeeping changes as contexts come and go
     module = type(value).__module__
     ours = module.startswith("dit_graph.") and not module.startswith("dit_graph.embedded")
     if ours or module.partition(".")[0] in _FOREIGN:
@@ -123,10 +126,16 @@ def _differences(now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
     items = now.items() if isinstance(now, dict) else enumerate(now)
     old = before if isinstance(now, dict) else dict(enumerate(before))
     for key, value in items:
-        if key not in old or not _unchanged(value, old[key]):
+        new = not _idle(value) if key not in old else not _unchanged(value, old[key])
+        if new:
             yield _step(None, key), key, value
     if len(now) < len(before):
         yield " (something was removed)", None, None
+
+
+def _idle(value: Any) -> bool:
+    """diffusers adds an empty registry to a model that it looks at for hooks."""
+    return isinstance(value, HookRegistry) and not value.hooks
 
 
 def _unchanged(now: Any, before: Any) -> bool:

@@ -76,14 +76,15 @@ class Reset:
 class Tape:
     """One recording: guards, then steps, then the result.
 
-    `saved` are tensors from outside the call that steps write before the last guard inside the
+    `held` keeps alive what the segments read and nobody else may keep: constants, and tensors from
+    outside. `saved` are tensors from outside that steps write before the last guard inside the
     tape: `run` takes them aside, so that a mismatch leaves nothing moved.
     """
 
     guards: list[Guard] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
     saved: list[torch.Tensor] = field(default_factory=list)
-    external: dict[int, torch.Tensor] = field(default_factory=dict)
+    held: dict[int, torch.Tensor] = field(default_factory=dict)
     written_inputs: list[int] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
     spec: Any = None

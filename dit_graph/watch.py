@@ -79,8 +79,8 @@ def classify(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     reason = _breaks_because(c, func, args, tags, on_host, operands, to_host, to_device)
     if reason is None:
         return c.in_segment(func, args, kwargs)
-    if operands and not random and all(c.is_constant(t) for t in operands):
-        return c.make_constant(func, args, kwargs)
+    if operands and not random and c.follows_from_constants(func, args, kwargs):
+        return c.make_constant(func, args, kwargs, target or c.device.on)
     return c.eager(func, args, kwargs, reason=reason)
 
 
@@ -146,7 +146,8 @@ def _make(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     data = args[1:] if func is torch.Tensor.new_tensor else args
     if tensors_of((data, kwargs)):
         return c.eager(func, args, kwargs, reason=f"{func.__name__} of tensors")
-    return c.make_constant(func, args, kwargs)
+    device = args[0].device if func is torch.Tensor.new_tensor else torch.get_default_device()
+    return c.make_constant(func, args, kwargs, kwargs.get("device") or device)
 
 
 class Watch:

@@ -854,6 +854,21 @@ def test_a_forward_hook_on_a_block_is_eager_by_name(machine: Machine) -> None:
     assert pair.replays == 4
 
 
+def test_a_constant_that_is_read_and_then_written(machine: Machine) -> None:
+    def body(m: Any, x: Any, n: Any) -> Any:
+        host = torch.arange(3)
+        n = n.cpu()
+        before = n + host
+        host += 1
+        on_device = torch.tensor([1.0, 2.0, 3.0], device=x.device)
+        h = m.linear(x)[:, :3] * on_device
+        on_device.copy_(host)
+        return h + on_device + (before * (n + host)).to(x.device)
+
+    calls = [{"x": rows(i), "n": torch.tensor([i])} for i in range(6)]
+    assert run(machine, body, calls).replays == 4
+
+
 def test_one_graphed_module_inside_another(machine: Machine) -> None:
     inner = Module(lambda m, x: m.linear(x).tanh())
     pair = machine.pair(Module(lambda m, x: m.inner(m.linear(x)), inner=inner))

@@ -1,6 +1,7 @@
 """Segments with eager breaks between them: the default."""
 
 import fnmatch
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,11 +31,21 @@ class Breakable(Backend):
             return forward(*args, **kwargs)
 
 
+_CAPTURING = threading.Lock()  # what is put in place for a capture is seen by every thread
+
+
 @contextmanager
 def prepared(
     module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
 ) -> Iterator[None]:
     """For one capture: submodules that match a pattern are breaks, compiled code is opaque."""
+    with _CAPTURING:
+        yield from _prepared(module, capture, patterns)
+
+
+def _prepared(
+    module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
+) -> Iterator[None]:
     changes: list[tuple[MutableMapping[str, Any], str, Any]] = [
         (space, name, _opaque(capture, space[name])) for space, name in compiled_places(module)
     ]

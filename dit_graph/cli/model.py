@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,16 +125,21 @@ def arguments(cls: type, options: Options) -> dict[str, Any]:
         "num_images_per_prompt": options.count if options.count > 1 else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
+    _check_taken(cls, options, given)
+    given |= _more(cls, options.pipeline_kwargs)
+    if "num_frames" in taken and given.setdefault("num_frames", 1) != 1:
+        raise UsageError("--pipeline-kwargs num_frames: pictures are drawn here, so it must be 1")
+    return {**given, "output_type": "pil"} if "output_type" in taken else given
+
+
+def _check_taken(cls: type, options: Options, given: Iterable[str]) -> None:
+    taken = inspect.signature(cls.__call__).parameters
     sides = {name for size in (*options.sizes, *options.warmup_sizes) for name in size}
     for name in ("prompt", "generator", *given, *sorted(sides)):
         if name not in taken:
             raise UsageError(f"{cls.__name__} takes no {name}, which {_OWN[name]} needs")
     if options.loras and not (hasattr(cls, "load_lora_weights") or cls is EmojiPipeline):
         raise UsageError(f"{cls.__name__} takes no LoRA, which --lora needs")
-    given |= _more(cls, options.pipeline_kwargs)
-    if "num_frames" in taken and given.setdefault("num_frames", 1) != 1:
-        raise UsageError("--pipeline-kwargs num_frames: pictures are drawn here, so it must be 1")
-    return {**given, "output_type": "pil"} if "output_type" in taken else given
 
 
 def _more(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:

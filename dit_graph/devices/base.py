@@ -86,6 +86,10 @@ class Device(ABC):
     def stream(self) -> AbstractContextManager[None]:
         """Run cold calls and captures aside; both streams wait for each other."""
 
+    def capturing(self) -> bool:
+        """Whether somebody else captures on the current stream."""
+        return False
+
     @abstractmethod
     def generators(self) -> list[torch.Generator]:
         """The default generators that a forward may draw from."""

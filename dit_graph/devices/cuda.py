@@ -27,6 +27,7 @@ class CudaMemory(Memory):
         )
 
     def release(self) -> None:
+        torch.cuda.synchronize()  # what still runs must not find its memory with somebody else
         for graph in self.graphs:
             graph.reset()
         self.graphs.clear()
@@ -133,6 +134,9 @@ class Cuda(Device):
                     yield
             finally:
                 caller.wait_stream(self._stream)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def generators(self) -> list[torch.Generator]:
         index = self.on.index if self.on.index is not None else torch.cuda.current_device()

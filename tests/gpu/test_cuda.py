@@ -95,6 +95,22 @@ def test_results_survive_later_captures_and_frees() -> None:
     assert all(torch.equal(out, twin(x)) for x, out in held)
 
 
+def test_constants_are_kept() -> None:
+    def body(m: Any, x: Any) -> Any:
+        c = torch.tensor([2.0] * 4096, device=x.device)
+        return m.linear(x) * c[:8] + c.sum()
+
+    module = Module(body).to(CUDA)
+    twin = copy.deepcopy(module)
+    handle = dit_graph.enable(module)
+    for i in range(6):
+        junk = [torch.full((4096,), float("nan"), device=CUDA) for _ in range(200)]
+        x = rows(i).to(CUDA)
+        assert torch.equal(module(x), twin(x))
+        del junk
+    assert handle.stats()["replays"] == 4
+
+
 def test_marked_attention_needs_no_more_memory_than_one_graph() -> None:
     held = {}
     for label, options in {"full": {"backend": "full"}, "marked": {"breaks": ("*.1",)}}.items():

@@ -1,0 +1,64 @@
+"""PixArt-alpha: a picture from text, guidance as a batch of two rows, DPM-Solver steps."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import common
+import torch
+from diffusers import DPMSolverMultistepScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
+
+import dit_graph
+
+MODEL = "PixArt-alpha/PixArt-XL-2-1024-MS"
+CALL = {"height": 1024, "width": 1024, "num_inference_steps": 20}
+
+
+def tiny() -> tuple[PixArtAlphaPipeline, dict[str, Any]]:
+    transformer = common.random(
+        PixArtTransformer2DModel,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=16,
+        sample_size=16,
+        patch_size=2,
+        caption_channels=16,
+        use_additional_conditions=False,
+    )
+    pipe = PixArtAlphaPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=common.tiny_vae(4),
+        transformer=transformer,
+        scheduler=DPMSolverMultistepScheduler(),
+    )
+    return pipe, {
+        "negative_prompt": None,
+        "prompt_embeds": common.normal(1, 1, 6, 16),
+        "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
+        "negative_prompt_embeds": common.normal(2, 1, 6, 16),
+        "negative_prompt_attention_mask": torch.tensor([[1, 0, 0, 0, 0, 0]]),
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 4,
+        "use_resolution_binning": False,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = common.arguments(__doc__, MODEL, argv)
+    if args.tiny:
+        pipe, call = tiny()
+    else:
+        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
+    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
+        common.draw(pipe, call, args)
+        print(handle.report())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Qwen-Image: a picture from text, guidance as two calls a step."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import common
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+
+import dit_graph
+
+MODEL = "Qwen/Qwen-Image"
+CALL = {"negative_prompt": " ", "true_cfg_scale": 4.0, "height": 1024, "width": 1024}
+
+
+def tiny() -> tuple[QwenImagePipeline, dict[str, Any]]:
+    transformer = common.random(
+        QwenImageTransformer2DModel,
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    vae = common.random(
+        AutoencoderKLQwenImage,
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    pipe = QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer,
+    )
+    return pipe, {
+        "prompt_embeds": common.normal(1, 1, 6, 16),
+        "prompt_embeds_mask": torch.ones(1, 6, dtype=torch.long),
+        "negative_prompt_embeds": common.normal(2, 1, 3, 16),
+        "negative_prompt_embeds_mask": torch.ones(1, 3, dtype=torch.long),
+        "true_cfg_scale": 4.0,
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 4,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = common.arguments(__doc__, MODEL, argv)
+    if args.tiny:
+        pipe, call = tiny()
+    else:
+        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
+    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
+        common.draw(pipe, call, args)
+        print(handle.report())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
