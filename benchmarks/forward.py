@@ -72,8 +72,9 @@ def flux(width: int = 1024, height: int = 1024) -> Call:
     ids = torch.zeros(rows, columns, 3, device=DEVICE, dtype=DTYPE)
     ids[..., 1] += torch.arange(rows, device=DEVICE)[:, None]
     ids[..., 2] += torch.arange(columns, device=DEVICE)[None]
-    return {"hidden_states": noise(1, rows * columns, 64), "encoder_hidden_states": noise(1, 512, 4096),
-            "pooled_projections": noise(1, 768), "timestep": full(0.5), "img_ids": ids.reshape(-1, 3),
+    return {"hidden_states": noise(1, rows * columns, 64),
+            "encoder_hidden_states": noise(1, 512, 4096), "pooled_projections": noise(1, 768),
+            "timestep": full(0.5), "img_ids": ids.reshape(-1, 3),
             "txt_ids": torch.zeros(512, 3, device=DEVICE, dtype=DTYPE),
             "guidance": full(3.5, torch.float32), "return_dict": False}  # fmt: skip
 
@@ -168,6 +169,11 @@ def pool_bytes(handle: dit_graph.Handle) -> int:
     return handle.pool_on(torch.device("cuda:0")).bytes
 
 
+def segments(handle: dit_graph.Handle) -> str:
+    lines = [line.strip() for line in handle.report().splitlines() if "segments" in line]
+    return lines[0] if lines else "none"
+
+
 def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
     cls, config, inputs, attention = MODELS[name]
     module, call = build(cls, **config), inputs()
@@ -189,8 +195,7 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
     expected = module(**fresh)
     row["equal"] = {k: equal(fn(**fresh), expected) for k, fn in variants.items() if k != "eager"}
     row["stats"] = {k: h.stats() for k, h in handles.items()}
-    row["segments"] = {k: next(line.strip() for line in h.report().splitlines() if "segments" in line)
-                       for k, h in handles.items() if h.stats()["replays"]}  # fmt: skip
+    row["segments"] = {k: segments(h) for k, h in handles.items()}
     times: dict[str, list[tuple[float, float]]] = {k: [] for k in variants}
     order = list(variants)
     for turn in range(rounds):
@@ -269,8 +274,8 @@ def host_time(front: Any, handle: dit_graph.Handle, call: Call, calls: int = 200
 
 def eight_sizes(module: torch.nn.Module) -> dict[str, Any]:
     """Graph bytes of the largest size alone and of all eight, largest first."""
-    sizes = [(1024, 1024), (1152, 896), (896, 1088), (1024, 768), (768, 896), (768, 768), (640, 768),
-             (512, 512)]  # fmt: skip
+    sizes = [(1024, 1024), (1152, 896), (896, 1088), (1024, 768), (768, 896), (768, 768),
+             (640, 768), (512, 512)]  # fmt: skip
     front = copy.copy(module)
     handle = dit_graph.enable(front, device="cuda")
     handle.new_picture()

@@ -1,18 +1,16 @@
 """One real execution of a forward, cut into segments and breaks, written down as a `Tape`.
 
 Each segment is launched as soon as it is closed, so that a break sees real data, state that is
-written in place moves once, and the result of a capture is the answer to the call. Owns what is
-known of every tensor while it runs (`Kind`); knows nothing of keys, entries or models.
+written in place moves once, and the result of a capture is the answer to the call. Knows nothing of
+keys, entries or models.
 """
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
@@ -20,18 +18,10 @@ from dit_graph.devices.base import Device, Memory, Segment
 from dit_graph.errors import CaptureError
 from dit_graph.guards import Guard, plain, same
 from dit_graph.key import tensors_of
-from dit_graph.tape import Break, External, InputView, Reset, Tape, Undo
+from dit_graph.kinds import Kind, Known, storage_of
+from dit_graph.tape import Break, External, InputView, Tape, Undo
 from dit_graph.watch import Watch, source_line
-
-
-class Kind(Enum):
-    """Where a tensor's memory comes from. What no one has seen before is from outside the call."""
-
-    STATIC = "a staged argument"
-    MODULE = "a parameter or buffer"
-    POOL = "born in a segment"
-    LIVE = "made anew by a break at every replay"
-    CONSTANT = "made from Python data; held"
+from dit_graph.writes import Writes, writes
 
 
 class Capture:
@@ -62,15 +52,11 @@ class Capture:
         self._versions = [t._version for t in static]
         self._breakable = breakable
         self._segment: Segment | None = None
-        self._kinds: dict[int, tuple[Kind, StorageWeakRef]] = {}
-        self._host: set[int] = set()
         self._random = False
         self._impure = ""
         self._watch = Watch(self)
-        for t in module:
-            self._mark(t, Kind.MODULE)
-        for t in static:
-            self._mark(t, Kind.STATIC)
+        self.known = Known(device, static, module)
+        self._writes = Writes(self.known, self.tape, self.undo)
 
     # ---- the capture as a whole
 
@@ -118,63 +104,25 @@ class Capture:
             if isinstance(leaf, (bool, int, float, str, type(None))):
                 return leaf
             raise CaptureError(f"the forward returns a {type(leaf).__name__}")
-        kind = self.kind(leaf)
-        if kind is None or kind is Kind.MODULE:
+        kind = self.known.kind(leaf)
+        if self.known.is_outside(leaf):
             return External(leaf)
         if kind is not Kind.STATIC:
-            return self.hold(leaf)
-        index = next(i for i, t in enumerate(self._static) if _storage(t) == _storage(leaf))
+            return self.known.hold(leaf)
+        index = next(i for i, t in enumerate(self._static) if storage_of(t) == storage_of(leaf))
         offset = int(leaf.storage_offset()) - int(self._static[index].storage_offset())
         return InputView(index, leaf.shape, leaf.stride(), offset)
 
-    def survivors(self, out: Any) -> int:
-        """Storages born in a segment that something outside the call still holds."""
-        known = {_storage(t) for t in tensors_of(out)}
-        alive = [
-            ref for kind, ref in self._kinds.values()
-            if kind is Kind.POOL and ref.cdata not in known and not ref.expired()
-        ]  # fmt: skip
-        if alive and any(not ref.expired() for ref in alive):
-            gc.collect()  # garbage in a cycle is no survivor
-        return sum(not ref.expired() for ref in alive)
-
-    # ---- what is known of a tensor
-
-    def kind(self, t: torch.Tensor) -> Kind | None:
-        """None: a tensor from outside (attribute, closure, memo table)."""
-        known = self._kinds.get(_storage(t))
-        return known[0] if known else None
-
-    def _mark(self, t: torch.Tensor, kind: Kind) -> None:
-        # the weak reference keeps the address from being given to another storage
-        storage = t.untyped_storage()
-        self._kinds[storage._cdata] = (kind, StorageWeakRef(storage))
-
-    def is_constant(self, t: torch.Tensor) -> bool:
-        return self.kind(t) is Kind.CONSTANT
-
-    def is_host(self, t: torch.Tensor) -> bool:
-        """Whether a graph cannot hold work on this tensor because it lies on the host."""
-        if t.device.type == self.device.host_type or _storage(t) in self._host:
-            return True
-        return not t.dim() and self.kind(t) is None and self.device.scalar_is_host(t)
-
-    def hold(self, t: torch.Tensor) -> torch.Tensor:
-        """What a later step may read: weak for the generation's memory, the tensor itself else."""
-        return self.device.weak(t) if self.kind(t) is Kind.POOL else t
-
-    def _hold_operand(self, t: torch.Tensor) -> torch.Tensor:
-        return t.clone() if self.is_host(t) else self.hold(t)  # a launch freezes a host value
+    # ---- values that a launch freezes
 
     def freeze_scalar(self, t: torch.Tensor) -> bool:
         """Whether a launch may freeze this 0-dim host tensor; from outside, a guard watches it."""
-        kind = self.kind(t)
-        if kind is None or kind is Kind.MODULE:
+        if self.known.is_outside(t):
             what = f"the CPU scalar tensor read at {source_line()}"
             if all(guard.source is not t for guard in self.tape.guards):
                 self.tape.guards.append(Guard(what, t.detach().clone(), t))
             return True
-        return kind is Kind.CONSTANT
+        return self.known.is_constant(t)
 
     def draws(self, leaves: list[Any]) -> None:
         """A random operation: only the default generators replay."""
@@ -192,14 +140,14 @@ class Capture:
 
     def _in_segment(self, segment: Segment, func: Any, args: Any, kwargs: Any) -> Any:
         operands = tensors_of((args, kwargs))
-        self._note_writes(func, args, kwargs, segment.before_launch)
+        self._writes.note(func, args, kwargs, segment.before_launch)
         for t in operands:
-            if self.kind(t) in (None, Kind.CONSTANT):
-                self.tape.held[_storage(t)] = t
+            if self.known.kind(t) in (None, Kind.CONSTANT):
+                self.tape.held[storage_of(t)] = t
         out = segment.call(func, args, kwargs)
         for t in tensors_of(out):
-            if self.kind(t) is None and _storage(t) not in self.tape.held:
-                self._mark(t, Kind.POOL)
+            if self.known.kind(t) is None and storage_of(t) not in self.tape.held:
+                self.known.mark(t, Kind.POOL)
         return out
 
     def opaque(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -216,9 +164,9 @@ class Capture:
 
     def follows_from_constants(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether it makes something new from constants alone; a write must stay in its place."""
-        schema = getattr(func, "_schema", None)
-        writes = schema is not None and schema.is_mutable
-        return not writes and all(self.is_constant(t) for t in tensors_of((args, kwargs)))
+        return not writes(func) and all(
+            self.known.is_constant(t) for t in tensors_of((args, kwargs))
+        )
 
     def make_constant(self, func: Any, args: Any, kwargs: Any, device: Any) -> Any:
         """Something that follows from Python data alone: made once, outside of the segments."""
@@ -230,8 +178,8 @@ class Capture:
 
     def constant(self, out: Any) -> Any:
         for t in tensors_of(out):
-            if self.kind(t) is None:
-                self._mark(t, Kind.CONSTANT)
+            if self.known.kind(t) is None:
+                self.known.mark(t, Kind.CONSTANT)
         return out
 
     def alone(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -273,10 +221,10 @@ class Capture:
     def _eager(
         self, fn: Any, args: Any, kwargs: Any, reason: str, to_host: bool, marked: bool, now: Any
     ) -> Any:
-        self._note_writes(fn, args, kwargs, lambda action: action())
-        operands = {_storage(t) for t in tensors_of((args, kwargs))}
+        self._writes.note(fn, args, kwargs, lambda action: action())
+        operands = {storage_of(t) for t in tensors_of((args, kwargs))}
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        held = [self.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
+        held = [self.known.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
         result = now(*args, **kwargs)
         outs, results = pytree.tree_flatten(result)
         if not marked and self._is_guard(fn, outs):
@@ -284,9 +232,9 @@ class Capture:
         step = Break(fn, held, spec, [], results, reason, source_line(), marked)
         self.tape.steps.append(step)
         for i, out in enumerate(outs):
-            if isinstance(out, torch.Tensor) and _storage(out) not in operands:
+            if isinstance(out, torch.Tensor) and storage_of(out) not in operands:
                 outs[i] = self._home(out, to_host)
-        step.homes = [self.hold(x) if isinstance(x, torch.Tensor) else x for x in outs]
+        step.homes = [self.known.hold(x) if isinstance(x, torch.Tensor) else x for x in outs]
         return pytree.tree_unflatten(outs, results)
 
     def stand_in(self, value: Any) -> Any:
@@ -306,20 +254,19 @@ class Capture:
 
     def _open(self) -> Segment:
         if self._segment is None:
-            segment = self.device.segment(self._memory, self._hold_operand)
+            segment = self.device.segment(self._memory, self.known.hold_operand)
             segment.begin()
             self._segment = segment
         return self._segment
 
     def _home(self, out: torch.Tensor, to_host: bool) -> torch.Tensor:
         """The one place where later steps read a result: the next segment's memory, or itself."""
-        if to_host or self.is_host(out):
-            self._mark(out, Kind.LIVE)
-            self._host.add(_storage(out))
+        if to_host or self.known.is_host(out):
+            self.known.mark(out, Kind.LIVE, host=True)
             return out
         segment = self._open()
         home = segment.empty_like(out)
-        self._mark(home, Kind.POOL)
+        self.known.mark(home, Kind.POOL)
         target = self.device.weak(home)
         segment.before_launch(lambda: target.copy_(out))
         return home
@@ -343,40 +290,3 @@ class Capture:
                 f"state may be written before a guard: {self._impure}, then {reason} at"
                 f" {source_line()}; declare the break pure=True if it has no side effect"
             )
-
-    def _note_writes(
-        self, func: Any, args: Any, kwargs: Any, before: Callable[[Callable[[], object]], object]
-    ) -> None:
-        schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            return
-        for i, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for t in tensors_of(value):
-                self._note_write(t, before)
-
-    def _note_write(
-        self, t: torch.Tensor, before: Callable[[Callable[[], object]], object]
-    ) -> None:
-        kind = self.kind(t)
-        if kind is Kind.CONSTANT:
-            whole = _whole(t)
-            before(lambda: self.tape.steps.insert(0, Reset(whole, whole.clone())))
-            self._mark(t, Kind.LIVE)
-        outside = kind is None or kind is Kind.MODULE
-        if outside and all(_storage(s) != _storage(t) for s in self.undo.tensors):
-            self.undo.promise(_whole(t), before)
-            if self.is_host(t):
-                self._mark(t, Kind.LIVE)
-
-
-def _storage(t: torch.Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
-
-
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    """All elements of the storage that `t` lies in."""
-    size = t.untyped_storage().nbytes() // t.itemsize
-    return t.detach().as_strided((size,), (1,), 0)

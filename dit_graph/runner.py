@@ -173,7 +173,7 @@ class Runner:
         result = tape.result(call.tensors)
         entry.static.copy_back(call.tensors, tape.written_inputs)
         entry.capture_seconds += time.perf_counter() - started
-        survivors = capture.survivors(out)
+        survivors = capture.known.survivors(out)
         self._keep(entry, generation, tape, before.changes(), survivors)
         return result
 

@@ -10,7 +10,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry
+from diffusers.hooks.hooks import HookRegistry
 
 from dit_graph.guards import DeviceNumber
 

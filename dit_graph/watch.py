@@ -70,7 +70,7 @@ def classify(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     random = torch.Tag.nondeterministic_seeded in tags
     if random:
         c.draws(pytree.tree_leaves((args, kwargs)))
-    on_host = [t for t in operands if c.is_host(t)]
+    on_host = [t for t in operands if c.known.is_host(t)]
     target = kwargs.get("device")
     to_host = target is not None and target.type == c.device.host_type
     to_device = target is not None and target.type == c.device.type
@@ -117,7 +117,7 @@ class CallWatch(TorchFunctionMode):
             return _read(c, func, args, kwargs)
         if func in _MAKES:
             return _make(c, func, args, kwargs)
-        if c.device.copies_to_host(func, args) and not c.is_host(args[0]):
+        if c.device.copies_to_host(func, args) and not c.known.is_host(args[0]):
             copy = c.eager(torch.clone, args[:1], {}, reason="copy to the host", to_host=True)
             return func(copy, *args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -125,8 +125,8 @@ class CallWatch(TorchFunctionMode):
 
 def _read(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func.__name__
-    host = c.is_host(args[0])
-    if c.is_constant(args[0]):
+    host = c.known.is_host(args[0])
+    if c.known.is_constant(args[0]):
         return c.alone(func, args, kwargs)
     if not host and name in ("numpy", "__array__") and c.device.type != "cpu":
         return func(*args, **kwargs)  # torch's own error

@@ -271,7 +271,7 @@ def test_n5_every_prompt_length_is_bounded(machine: Machine) -> None:
         length = 3 + prompt * 7 % 30
         call["encoder_hidden_states"] = torch.randn(2, length, 16)
         call["encoder_hidden_states_mask"] = torch.ones(2, length, dtype=torch.bool)
-        for step in range(4):
+        for _ in range(4):
             call["hidden_states"] = torch.randn(2, 8, 16)
             pair(**machine.to(call))
         alive.append(sum(len(entry.tapes) for entry in runner.entries.values()))
@@ -599,7 +599,7 @@ def test_an_impure_break_before_a_guard_is_eager_by_name(machine: Machine) -> No
     "read",
     [
         lambda t: t.item(), lambda t: int(t), lambda t: float(t), lambda t: bool(t > 0.5),
-        lambda t: t.reshape(1).tolist()[0], lambda t: [float(v) for v in t.reshape(1)][0],
+        lambda t: t.reshape(1).tolist()[0], lambda t: next(float(v) for v in t.reshape(1)),
         lambda t: float(t.cpu().numpy()), lambda t: float(np.asarray(t.cpu())),
         lambda t: float(f"{t.item():.3f}"), lambda t: float(t.to("cpu") * 2),
         lambda t: [10, 20, 30][t.long()], lambda t: float(repr(t.item())),
@@ -656,7 +656,7 @@ def test_python_data_on_the_device(machine: Machine, make: Any) -> None:
     "select",
     [
         lambda h: h[h > 0], lambda h: h.masked_select(h > 0), lambda h: (h > 0).nonzero().float(),
-        lambda h: torch.unique(h.round()), lambda h: h.index_put((h > 0,), torch.zeros((), device=h.device)),
+        lambda h: torch.unique(h.round()), lambda h: h.index_put((h > 0,), h.new_zeros(())),
         lambda h: torch.where(h > 0)[0].float(),
         lambda h: h.repeat_interleave((h[:, 0] > 0).long() + 1, dim=0),
     ],
@@ -776,7 +776,6 @@ def test_a_forward_that_fails_in_capture_is_answered_eagerly(machine: Machine, w
     def body(m: Any, x: Any) -> Any:
         m.count.add_(1)
         x = x + torch.rand_like(x)
-        m.seen = m.seen if dit_graph.breaks.capturing() else m.seen
         check("first")
         x = marked(m.linear(x))
         m.count.mul_(2)
@@ -786,7 +785,7 @@ def test_a_forward_that_fails_in_capture_is_answered_eagerly(machine: Machine, w
         check("last")
         return x
 
-    pair = machine.pair(Module(body, seen=None))
+    pair = machine.pair(Module(body))
     for i in range(5):
         pair(rows(i).to(machine.on))
     (reason,) = pair.stats["eager"]

@@ -94,8 +94,15 @@ def test_unets_and_heun_and_cfg() -> None:
     def picture(pipe: Any) -> Any:
         generator = torch.Generator().manual_seed(3)
         embeds = torch.randn(2, 5, 8, generator=generator)
-        return pipe(prompt_embeds=embeds[:1], negative_prompt_embeds=embeds[1:], height=16, width=16,
-                    num_inference_steps=4, generator=generator, output_type="latent").images  # fmt: skip
+        return pipe(
+            prompt_embeds=embeds[:1],
+            negative_prompt_embeds=embeds[1:],
+            height=16,
+            width=16,
+            num_inference_steps=4,
+            generator=generator,
+            output_type="latent",
+        ).images
 
     pipe, eager = build(), build()
     handle = dit_graph.enable(pipe, **OPTIONS)
@@ -430,9 +437,13 @@ def test_wrong_warmups(kwargs: Any) -> None:
 
 
 def test_warmup_of_a_pipeline_without_sizes() -> None:
-    pipe = DiTPipeline(transformer=seeded("DiTTransformer2DModel", num_attention_heads=2,
-        attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=8)(), vae=AutoencoderKL(
-        block_out_channels=(4,), latent_channels=4, norm_num_groups=1), scheduler=DDIMScheduler())  # fmt: skip
+    torch.manual_seed(0)
+    vae = AutoencoderKL(block_out_channels=(4,), latent_channels=4, norm_num_groups=1)
+    transformer = seeded(
+        "DiTTransformer2DModel", num_attention_heads=2, attention_head_dim=8, in_channels=4,
+        out_channels=8, num_layers=1, sample_size=8,
+    )()  # fmt: skip
+    pipe = DiTPipeline(transformer=transformer, vae=vae, scheduler=DDIMScheduler())
     handle = dit_graph.enable(pipe, **OPTIONS)
     with pytest.raises(dit_graph.ConfigError, match="takes no height and width"):
         handle.warmup(sizes=[(16, 16)])

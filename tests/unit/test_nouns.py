@@ -269,9 +269,10 @@ def test_public_names() -> None:
 
 
 LAYERS = [
-    {"errors"}, {"breaks", "config", "guards", "slot", "buffers"}, {"key", "tape", "state", "opaque"},
-    {"watch", "varying", "modulewatch", "devices", "entry"}, {"capture", "pool"}, {"backends"},
-    {"runner"}, {"report"}, {"modes"}, {"enable"},
+    {"errors"}, {"breaks", "config", "guards", "slot", "buffers"},
+    {"key", "tape", "state", "opaque"}, {"watch", "varying", "modulewatch", "devices", "entry"},
+    {"kinds"}, {"writes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"modes"},
+    {"enable"},
 ]  # fmt: skip
 
 

@@ -1,0 +1,54 @@
+"""In-place writes of one capture: what must be put back before a call can start again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dit_graph.key import tensors_of
+from dit_graph.kinds import Kind, Known, storage_of
+from dit_graph.tape import Reset, Tape, Undo
+
+When = Callable[[Callable[[], object]], object]
+"""Does an action at the moment just before a write happens."""
+
+
+def writes(func: Any) -> bool:
+    """Whether an operation writes into one of its operands."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+class Writes:
+    """Takes outside tensors aside before their first write, and puts written constants back."""
+
+    def __init__(self, known: Known, tape: Tape, undo: Undo) -> None:
+        self._known, self._tape, self._undo = known, tape, undo
+
+    def note(self, func: Any, args: Any, kwargs: Any, before: When) -> None:
+        """An operation is about to be recorded."""
+        if not writes(func):
+            return
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for t in tensors_of(value):
+                self._note(t, before)
+
+    def _note(self, t: torch.Tensor, before: When) -> None:
+        if self._known.is_constant(t):
+            whole = _whole(t)
+            before(lambda: self._tape.steps.insert(0, Reset(whole, whole.clone())))
+            self._known.mark(t, Kind.LIVE)
+        taken = any(storage_of(s) == storage_of(t) for s in self._undo.tensors)
+        if self._known.is_outside(t) and not taken:
+            self._undo.promise(_whole(t), before)
+            if self._known.is_host(t):
+                self._known.mark(t, Kind.LIVE)
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """All elements of the storage that `t` lies in."""
+    size = t.untyped_storage().nbytes() // t.itemsize
+    return t.detach().as_strided((size,), (1,), 0)
