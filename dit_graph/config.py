@@ -26,7 +26,8 @@ class GraphConfig:
         on_failure: `"eager"` answers a failed capture or replay eagerly and counts it,
             `"raise"` lets the error out.
         breaks: `fnmatch` patterns of submodule paths that stay eager, for example `("*.attn",)`.
-        max_variants: recordings that one signature may hold, each for other host values.
+        max_variants: recordings that one signature may hold, each for other host values; the least
+            recently used one makes room.
         max_graphs: recordings that stay alive in all; the least recently used half retires.
 
     Raises:

@@ -25,10 +25,10 @@ class Entry:
     label: str
     tapes: list[Tape] = field(default_factory=list)  # variants, the last used one first
     static: Any = None  # StaticBuffers
-    generation: Any = None  # Generation
     blocked: str = ""
     warm: bool = False
     attempts: int = 0
+    missed: int = 0  # calls in a row for which no variant held
     cold: int = 0
     captures: int = 0
     replays: int = 0
@@ -61,10 +61,26 @@ class Entry:
 
     def retire(self) -> None:
         """Let go of the recordings; the next call of this key is cold again."""
-        self.tapes.clear()
+        for tape in list(self.tapes):
+            self.forget(tape)
         self.static = None
-        self.generation = None
         self.warm = False
+
+    def forget(self, tape: Tape) -> None:
+        """Let go of one recording."""
+        if tape in self.tapes:
+            self.tapes.remove(tape)
+        if not self.tapes:
+            self.static = None
+            self.warm = False
+
+    def may_record_another(self, most: int) -> bool:
+        """After a miss: whether a new variant is worth it, or no variant ever holds twice.
+
+        After `most` misses in a row the calls stay eager; every 64th tries again.
+        """
+        self.missed += 1
+        return self.missed <= most or self.missed % 64 == 0
 
     @property
     def state(self) -> str:

@@ -7,14 +7,15 @@ from typing import Any
 
 from dit_graph.devices.base import Device
 from dit_graph.entry import Entry
+from dit_graph.tape import Tape
 
 
 class Generation:
-    """One memory that several recordings share, and the entries that hold them."""
+    """One memory that several recordings share, and who holds them."""
 
     def __init__(self, device: Device) -> None:
         self.memory = device.memory()
-        self.entries: list[Entry] = []
+        self.held: list[tuple[Entry, Tape]] = []
         self.recordings = 0
         self.last_used = 0
 
@@ -67,13 +68,13 @@ class Pool:
         """Take no new recording into it, for example after a failed capture."""
         if self._open is generation:
             self._open = None
-        if generation in self._generations and not any(e.tapes for e in generation.entries):
+        if generation in self._generations and not generation.held:
             self.retire(generation)
 
     def retire(self, generation: Generation) -> None:
-        for entry in generation.entries:
-            entry.retire()
-        generation.entries.clear()
+        for entry, tape in generation.held:
+            entry.forget(tape)
+        generation.held.clear()
         generation.memory.release()
         self._generations.remove(generation)
         if self._open is generation:

@@ -149,7 +149,7 @@ class Runner:
         started = time.perf_counter()
         entry.captures += 1
         before = Fingerprint(self._module)
-        generation = entry.generation or self.pool.generation()
+        generation = self.pool.generation()
         if entry.static is None:
             with torch.inference_mode(False):  # so that writes into them are counted
                 entry.static = StaticBuffers(call.tensors)
@@ -190,10 +190,11 @@ class Runner:
         elif tape.unrestartable:
             entry.block(tape.unrestartable)
         else:
+            for surplus in entry.tapes[self.config.max_variants - 1 :]:
+                entry.forget(surplus)
             entry.tapes.insert(0, tape)
-            entry.generation = generation
-            if entry not in generation.entries:
-                generation.entries.append(entry)
+            tape.generation = generation
+            generation.held.append((entry, tape))
             return
         self.pool.close(generation)
 
@@ -208,9 +209,9 @@ class Runner:
         return self._eager(entry, reason, args, kwargs)
 
     def _replay(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
-        self.pool.touch(entry.generation)
         undo, live, mismatch = Undo(self._generators), call.tensors, ""
-        for tape in tuple(entry.tapes):
+        steady = entry.missed < self.config.max_variants
+        for tape in entry.tapes[:] if steady else entry.tapes[:1]:
             if tape.written_inputs and shares_storage(live):
                 reason = "arguments that share storage are written in place"
                 return self._eager(entry, reason, args, kwargs)
@@ -229,11 +230,13 @@ class Runner:
                     entry, f"a marked break's result changed: {error.place}", args, kwargs
                 )
             entry.replays += 1
+            entry.missed = 0
             entry.prefer(tape)
+            self.pool.touch(tape.generation)
             result = tape.result(live)
             entry.static.copy_back(live, tape.written_inputs)
             return result
-        if len(entry.tapes) >= self.config.max_variants:
-            reason = f"more than {self.config.max_variants} variants: {mismatch}"
+        if not entry.may_record_another(self.config.max_variants):
+            reason = f"another value at every call: {mismatch}"
             return self._eager(entry, reason, args, kwargs)
         return self._capture(entry, call, args, kwargs)

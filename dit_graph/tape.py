@@ -90,6 +90,7 @@ class Tape:
     spec: Any = None
     random_before_guard: bool = False
     unrestartable: str = ""
+    generation: Any = None
 
     def run(self, undo: "Undo") -> None:
         """Replay. Raises GuardMismatch or BreakResultChanged with `undo` ready to roll back."""
