@@ -19,12 +19,13 @@ class ActiveCapture(Protocol):
     """What a capture offers to marked breaks; the capture itself is never imported here."""
 
     in_break: bool
+    watch: Any
 
     def marked(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, *, pure: bool, reason: str
     ) -> Any: ...
 
-    def close(self) -> None: ...
+    def split(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,11 @@ def eager_on_graph(
 def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None = None) -> Any:
     """Keep a function eager when the forward around it is recorded.
 
-    Its tensors results must keep shape, strides and dtype from call to call; a change is
-    `BreakResultChanged`. Non-tensor arguments are handed over as they were at capture: state that
-    changes between calls is read from `current_call()`. Usable bare or with options.
+    Its results are tensors and plain values in any nesting. They must keep structure, shapes,
+    strides, dtypes and values from call to call; a change is `BreakResultChanged`, and then a
+    function with side effects runs twice in that call. Non-tensor arguments are handed over as they
+    were at capture: state that changes between calls is read from `current_call()`. Usable bare or
+    with options.
 
     Args:
         pure: the function has no side effect, so a replay may run it a second time.
@@ -99,6 +102,9 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
 
 
 def break_graph() -> None:
-    """End the current segment and begin another; nothing outside a capture or inside a break."""
+    """End the current segment and begin another.
+
+    Does nothing outside a capture, inside a break, and with a backend that records one graph.
+    """
     if local.capture is not None and not local.capture.in_break:
-        local.capture.close()
+        local.capture.split()

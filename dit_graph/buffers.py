@@ -22,17 +22,26 @@ class StaticBuffers:
             for t, store, index in zip(live, self._stores, self._index)
         ]
 
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, store in enumerate(self._stores):
+            groups.setdefault((store.dtype, store.device), []).append(i)
+        self._groups = [(g, [self._stores[i] for i in g]) for g in groups.values()]
+
     def copy_in(self, live: list[torch.Tensor]) -> None:
-        """Stage a call's tensors; asynchronous, on the current stream."""
-        for store, index, t in zip(self._stores, self._index, live):
-            store.copy_(t if index is None else t[index], non_blocking=True)
+        """Stage a call's tensors; asynchronous, on the current stream, one launch a dtype."""
+        parts = [t if index is None else t[index] for t, index in zip(live, self._index)]
+        for group, stores in self._groups:
+            torch._foreach_copy_(stores, [parts[i] for i in group], non_blocking=True)
 
     def copy_back(self, live: list[torch.Tensor], written: list[int]) -> None:
         """Give the caller what the forward wrote into its arguments."""
         for i in written:
-            if self._index[i] is not None:
-                raise CaptureError("a broadcast argument is written in place")
             live[i].copy_(self._stores[i])
+
+    def check_writable(self, written: list[int]) -> None:
+        """Raises CaptureError where a write cannot be given back."""
+        if any(self._index[i] is not None for i in written):
+            raise CaptureError("a broadcast argument is written in place")
 
     @property
     def bytes(self) -> int:
@@ -40,9 +49,8 @@ class StaticBuffers:
 
 
 def _stored(t: torch.Tensor) -> tuple[slice, ...] | None:
-    if 0 not in t.stride():
-        return None
-    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())
+    once = [stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride())]
+    return tuple(slice(0, 1) if o else slice(None) for o in once) if any(once) else None
 
 
 def shares_storage(tensors: list[torch.Tensor]) -> bool:

@@ -5,8 +5,10 @@ written in place moves once, and the result of a capture is the answer to the ca
 keys, entries or models.
 """
 
+import fnmatch
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +23,9 @@ from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
 from dit_graph.tape import Break, External, InputView, Tape, Undo
 from dit_graph.watch import Watch, source_line
-from dit_graph.writes import Writes, writes
+from dit_graph.writes import Writes, whole_of, writes
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Capture:
@@ -31,6 +35,7 @@ class Capture:
         device, memory: where the segments go.
         static: the staged arguments that the forward is called with.
         module: the parameters and buffers of the module.
+        eager_functions: patterns of torch functions, by name, that are breaks.
         breakable: False raises CaptureError at the first thing that one graph cannot hold.
     """
 
@@ -39,8 +44,9 @@ class Capture:
         device: Device,
         memory: Memory,
         static: list[torch.Tensor],
-        module: Iterable[torch.Tensor] = (),
+        module: Sequence[torch.Tensor] = (),
         breakable: bool = True,
+        eager_functions: tuple[str, ...] = (),
     ) -> None:
         self.device = device
         self.tape = Tape()
@@ -49,14 +55,21 @@ class Capture:
         self.in_break = False
         self._memory = memory
         self._static = static
-        self._versions = [t._version for t in static]
+        self._versions: list[int] = []
+        self.matched: set[str] = set()
         self._breakable = breakable
+        self._eager_functions = eager_functions
+        self._observing = False
         self._segment: Segment | None = None
+        self._outside = [(t, t._version) for t in module if not t.is_inference()]
+        self._buffers = [t for t in module if not isinstance(t, torch.nn.Parameter)]
         self._random = False
+        self._random_unseen = False
         self._impure = ""
-        self._watch = Watch(self)
+        self.watch = Watch(self)
         self.known = Known(device, static, module)
         self._writes = Writes(self.known, self.tape, self.undo)
+        self.expect_writes()
 
     # ---- the capture as a whole
 
@@ -67,12 +80,12 @@ class Capture:
             raise CaptureError("a capture is already running on this thread")
         gc.collect(1)  # what is young may hold device memory; none of it is freed inside
         collecting, cache = gc.isenabled(), torch.is_autocast_cache_enabled()
-        self.undo.take([], random=True)
+        self.undo.take(self._buffers, random=True)
         gc.disable()
         torch.set_autocast_cache_enabled(False)
         breaks.local.capture = self
         try:
-            with self._watch:
+            with self.watch:
                 yield
             self.close()
         except BaseException:
@@ -95,13 +108,20 @@ class Capture:
         leaves, tape.spec = pytree.tree_flatten(out)
         tape.leaves = list(map(self._result_leaf, leaves))
         tape.written_inputs = [
-            i for i, t in enumerate(self._static) if t._version != self._versions[i]
+            i
+            for i, t in enumerate(self._static)
+            if t._version != self._versions[i] or storage_of(t) in self._writes.arguments
         ]
+        tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
         return out
+
+    def expect_writes(self) -> None:
+        """From now on a staged argument whose version moves was written by the forward."""
+        self._versions = [t._version for t in self._static]
 
     def _result_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            if isinstance(leaf, (bool, int, float, str, type(None))):
+            if isinstance(leaf, _PLAIN):
                 return leaf
             raise CaptureError(f"the forward returns a {type(leaf).__name__}")
         kind = self.known.kind(leaf)
@@ -110,6 +130,13 @@ class Capture:
         if kind is not Kind.STATIC:
             return self.known.hold(leaf)
         index = next(i for i, t in enumerate(self._static) if storage_of(t) == storage_of(leaf))
+        base = self._static[index]
+        if (leaf.dtype, leaf.is_conj(), leaf.is_neg()) != (
+            base.dtype,
+            base.is_conj(),
+            base.is_neg(),
+        ):
+            return leaf
         offset = int(leaf.storage_offset()) - int(self._static[index].storage_offset())
         return InputView(index, leaf.shape, leaf.stride(), offset)
 
@@ -134,6 +161,27 @@ class Capture:
 
     # ---- where an operation can go
 
+    def stays_eager(self, func: Any) -> str:
+        """The pattern of the config that a torch function matches, or an empty string."""
+        if not self._breakable or not self._eager_functions:
+            return ""
+        name = getattr(func, "__name__", "")
+        pattern = next((p for p in self._eager_functions if fnmatch.fnmatchcase(name, p)), "")
+        self.matched |= {pattern} - {""}
+        return pattern
+
+    def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation inside a marked break: what it writes and makes is noted, no more."""
+        if not self._observing:
+            return func(*args, **kwargs)
+        self._writes.note(func, args, kwargs, lambda action: action())
+        self._random |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        out = func(*args, **kwargs)
+        for t in tensors_of(out):
+            if self.known.kind(t) is None and all(t is not o for o in tensors_of((args, kwargs))):
+                self.known.mark(t, Kind.BREAK)
+        return out
+
     def in_segment(self, func: Any, args: Any, kwargs: Any) -> Any:
         segment = self._open()
         return self.alone(self._in_segment, (segment, func, args, kwargs), {})
@@ -153,8 +201,21 @@ class Capture:
     def opaque(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A compiled callable: one operation, seen by nobody."""
         args, kwargs = pytree.tree_map(plain, (args, kwargs))
-        with self._watch.aside():
-            return self.in_segment(fn, args, kwargs)
+        if self.in_break:
+            with self.watch.aside():
+                out = fn(*args, **kwargs)
+            for t in tensors_of(out):
+                if self.known.kind(t) is None:
+                    self.known.mark(t, Kind.BREAK)
+            return out
+        constants = [t for t in tensors_of((args, kwargs)) if self.known.is_constant(t)]
+        versions = [t._version for t in constants]
+        with self.watch.aside():
+            out = self.in_segment(fn, args, kwargs)
+        if [t._version for t in constants] != versions:
+            raise CaptureError(f"compiled code writes into a constant at {source_line()}")
+        self._random_unseen = True
+        return out
 
     def on_host(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
         """Host work: done anew at replay where it depends on anything, without ending a segment."""
@@ -193,18 +254,26 @@ class Capture:
     def marked(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, *, pure: bool, reason: str
     ) -> Any:
-        """A break that somebody marked; the modes are off while it runs."""
+        """A break that somebody marked; what it writes and makes is noted while it runs."""
         if not self._breakable:
             return fn(*args, **kwargs)
-        self.tape.saved = self.undo.tensors  # a changed result must find the call's start again
+        self._restart_point()  # a changed result must find the call's start again
 
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            with self._watch.aside():
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            self._observing = True
+            try:
                 return fn(*args, **kwargs)
+            finally:
+                self._observing = False
 
-        out = self.eager(fn, args, kwargs, reason=reason, marked=True, now=quiet)
+        out = self.eager(fn, args, kwargs, reason=reason, marked=True, now=observed)
         self._impure = self._impure or ("" if pure else reason)
         return out
+
+    def split(self) -> None:
+        """End the current segment where a graph may be cut at all."""
+        if self._breakable:
+            self.close()
 
     def eager(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, *, reason: str, host: bool = False,
@@ -222,7 +291,7 @@ class Capture:
         self, fn: Any, args: Any, kwargs: Any, reason: str, to_host: bool, marked: bool, now: Any
     ) -> Any:
         self._writes.note(fn, args, kwargs, lambda action: action())
-        operands = {storage_of(t) for t in tensors_of((args, kwargs))}
+        operands = tensors_of((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         held = [self.known.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
         result = now(*args, **kwargs)
@@ -231,11 +300,22 @@ class Capture:
             self._guarded(reason)
         step = Break(fn, held, spec, [], results, reason, source_line(), marked)
         self.tape.steps.append(step)
-        for i, out in enumerate(outs):
-            if isinstance(out, torch.Tensor) and storage_of(out) not in operands:
-                outs[i] = self._home(out, to_host)
+        fresh = [i for i, out in enumerate(outs) if self._is_fresh(out, operands, marked, reason)]
+        step.in_place = {i for i, out in enumerate(outs) if i not in fresh}
+        for i, home in zip(fresh, self._homes([outs[i] for i in fresh], to_host)):
+            outs[i] = home
         step.homes = [self.known.hold(x) if isinstance(x, torch.Tensor) else x for x in outs]
         return pytree.tree_unflatten(outs, results)
+
+    def _is_fresh(self, out: Any, operands: list[torch.Tensor], marked: bool, reason: str) -> bool:
+        """Whether a break's result is a new tensor, and not one that was there before."""
+        if not isinstance(out, torch.Tensor):
+            if marked and not isinstance(out, _PLAIN):
+                raise CaptureError(f"{reason} returns a {type(out).__name__}")
+            return False
+        if marked:  # what it made was seen being made
+            return self.known.kind(out) is Kind.BREAK
+        return all(storage_of(out) != storage_of(t) for t in operands)
 
     def stand_in(self, value: Any) -> Any:
         """Replace the value that the last break compares with."""
@@ -259,11 +339,26 @@ class Capture:
             self._segment = segment
         return self._segment
 
-    def _home(self, out: torch.Tensor, to_host: bool) -> torch.Tensor:
-        """The one place where later steps read a result: the next segment's memory, or itself."""
-        if to_host or self.known.is_host(out):
-            self.known.mark(out, Kind.LIVE, host=True)
-            return out
+    def _homes(self, outs: list[torch.Tensor], to_host: bool) -> list[torch.Tensor]:
+        """Where later steps read new results: memory of the next segment, or for host tensors the
+        tensor itself. Results in one storage stay in one."""
+        shared = Counter(map(storage_of, outs))
+        bases: dict[int, torch.Tensor] = {}
+        homes = []
+        for out in outs:
+            if to_host or self.known.is_host(out):
+                self.known.mark(out, Kind.LIVE, host=True)
+                homes.append(out)
+                continue
+            whole = out if shared[storage_of(out)] == 1 else whole_of(out)
+            if storage_of(out) not in bases:
+                bases[storage_of(out)] = self._home(whole)
+            base = bases[storage_of(out)]
+            view = (out.shape, out.stride(), out.storage_offset())
+            homes.append(base if whole is out else base.view(out.dtype).as_strided(*view))
+        return homes
+
+    def _home(self, out: torch.Tensor) -> torch.Tensor:
         segment = self._open()
         home = segment.empty_like(out)
         self.known.mark(home, Kind.POOL)
@@ -277,14 +372,23 @@ class Capture:
         if not self._breakable:
             raise CaptureError(f"one graph cannot hold this: {reason} at {source_line()}")
 
+    def _restart_point(self) -> None:
+        """Note what must be put back when a replay starts again from here."""
+        self.tape.saved = self._written_outside()
+        self.tape.random_before_guard = self._random or self._random_unseen
+
+    def _written_outside(self) -> list[torch.Tensor]:
+        """Tensors from outside that were written: seen as operations, or moved by compiled code."""
+        moved = [t for t, version in self._outside if t._version != version]
+        return self._writes.outside + moved
+
     def _is_guard(self, fn: Any, outs: list[Any]) -> bool:
         dynamic = torch.Tag.dynamic_output_shape in getattr(fn, "tags", ())
         return dynamic or any(not isinstance(out, torch.Tensor) for out in outs)
 
     def _guarded(self, reason: str) -> None:
-        """A replay may have to start again from here: note what it must put back."""
-        self.tape.saved = self.undo.tensors
-        self.tape.random_before_guard = self._random
+        """A replay may have to start again from here."""
+        self._restart_point()
         if self._impure:
             self.tape.unrestartable = (
                 f"state may be written before a guard: {self._impure}, then {reason} at"

@@ -25,7 +25,8 @@ class GraphConfig:
             second call, `"eager"` and `"error"` do what they say.
         on_failure: `"eager"` answers a failed capture or replay eagerly and counts it,
             `"raise"` lets the error out.
-        breaks: `fnmatch` patterns of submodule paths that stay eager, for example `("*.attn",)`.
+        breaks: `fnmatch` patterns of what stays eager: submodule paths, for example `("*.attn",)`,
+            or torch functions by name, for example `("scaled_dot_product_attention",)`.
         max_variants: recordings that one signature may hold, each for other host values; the least
             recently used one makes room.
         max_graphs: recordings that stay alive in all; the least recently used half retires.

@@ -82,6 +82,13 @@ class Entry:
         self.missed += 1
         return self.missed <= most or self.missed % 64 == 0
 
+    def add(self, other: "Entry") -> None:
+        """Take over another entry's counts."""
+        self.cold += other.cold
+        self.captures += other.captures
+        self.replays += other.replays
+        self.eager += other.eager
+
     @property
     def state(self) -> str:
         if self.blocked:

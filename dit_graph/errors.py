@@ -9,6 +9,8 @@ DitGraphError
 ├── BreakResultChanged     a marked break gave a result of another form than at capture
 ├── GuardMismatch          a recorded value differs in this call (handled by the runner)
 └── CaptureError           a forward could not be recorded (handled by the runner)
+    ├── Conflict           the arguments share memory that is written
+    └── Unkeyable          an argument has no value to compare
 """
 
 
@@ -50,6 +52,14 @@ class BreakResultChanged(_AtReplay):
 
 class CaptureError(DitGraphError, RuntimeError):
     """A forward could not be recorded; the message is the reason that is counted and reported."""
+
+
+class Conflict(CaptureError):
+    """The arguments of a call shared memory in a way that staging would take apart."""
+
+
+class Unkeyable(CaptureError):
+    """A call had an argument that cannot be compared with another call's."""
 
 
 class GuardMismatch(_AtReplay):

@@ -7,6 +7,7 @@ comparison and not the exact bits of `diff`.
 
 import math
 import operator
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,13 @@ class Guard:
         if not same(self.expected, self.source):
             now, then = self.source.tolist(), self.expected.tolist()
             raise GuardMismatch(self.what, f"is {now!r}, recorded with {then!r}")
+
+
+def host_generators(torch_generators: list[torch.Generator]) -> Any:
+    """Python's and numpy's generators, and torch's seeds: what no replay moves."""
+    numpy: Any = np.random.get_state(legacy=True)
+    seeds = [generator.initial_seed() for generator in torch_generators]
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], seeds
 
 
 def matches(expected: Any, value: Any) -> bool:

@@ -7,13 +7,15 @@ import copy
 import dataclasses
 import enum
 import inspect
+import sys
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.errors import CaptureError
+from dit_graph.errors import Unkeyable
 
 _PLAIN = (
     type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, torch.layout,
@@ -33,10 +35,9 @@ class GraphKey:
     leaves: tuple[Any, ...]
     context: tuple[Any, ...]
 
-    def without_numbers(self) -> "GraphKey":
-        """The key with every int and float left out: what stays the same when only they vary."""
-        leaves = tuple(leaf[:1] if leaf[0] in (int, float) else leaf for leaf in self.leaves)
-        return GraphKey(self.spec, leaves, self.context)
+    def without_values(self) -> "GraphKey":
+        """The key with every plain value left out: what stays the same when only they vary."""
+        return GraphKey(self.spec, tuple(map(_without_value, self.leaves)), self.context)
 
     def describe(self) -> str:
         """The tensor shapes, as people name a bucket: `2x3x64x64 2x1x256`."""
@@ -44,10 +45,6 @@ class GraphKey:
             "x".join(map(str, leaf[1])) or "()" for leaf in self.leaves if leaf[0] == "tensor"
         ]
         return " ".join(shapes) or "no tensors"
-
-
-class Unkeyable(CaptureError):
-    """A call has an argument that cannot be compared with another call's."""
 
 
 class Signature:
@@ -77,6 +74,7 @@ class Call:
         self.arguments = arguments
         self.positional = positional
         self.tensors: list[torch.Tensor] = []
+        self._records: list[tuple[Any, list[Any]]] = []  # dataclass arguments and what they held
         leaves, self._spec = pytree.tree_flatten(arguments)
         self._leaves = leaves
         self.key = GraphKey(self._spec, tuple(map(self._leaf, leaves)), context())
@@ -95,8 +93,8 @@ class Call:
         if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
             return (kind, str(value.dtype), value.shape, value.tobytes())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            inner = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            leaves, spec = pytree.tree_flatten(inner)
+            leaves, spec = pytree.tree_flatten(_attributes(value))
+            self._records.append((value, leaves))
             return (kind, spec, *map(self._leaf, leaves))
         raise Unkeyable(f"{self._name(value)} is a {kind.__name__}, which has no value to compare")
 
@@ -120,8 +118,19 @@ class Call:
 
     def changed_containers(self) -> bool:
         """Whether the forward put something else into the lists and dicts it was given."""
-        leaves, spec = pytree.tree_flatten(self.arguments)
-        return spec != self._spec or any(a is not b for a, b in zip(leaves, self._leaves))
+        now = [(self.arguments, self._leaves)]
+        now += [(_attributes(record), leaves) for record, leaves in self._records]
+        flat = [(pytree.tree_leaves(tree), before) for tree, before in now]
+        return any(len(a) != len(b) or any(map(is_not, a, b)) for a, b in flat)
+
+
+def _attributes(record: Any) -> dict[str, Any]:
+    """What a dataclass instance holds, fields or not."""
+    names = [f.name for f in dataclasses.fields(record)]
+    return {
+        name: getattr(record, name)
+        for name in dict.fromkeys([*names, *getattr(record, "__dict__", ())])
+    }
 
 
 def _substitute(leaf: Any, supply: Any) -> Any:
@@ -129,11 +138,19 @@ def _substitute(leaf: Any, supply: Any) -> Any:
         return next(supply)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         twin = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            inner = pytree.tree_map(lambda v: _substitute(v, supply), getattr(leaf, field.name))
-            object.__setattr__(twin, field.name, inner)
+        for name, value in _attributes(leaf).items():
+            inner = pytree.tree_map(lambda v: _substitute(v, supply), value)
+            object.__setattr__(twin, name, inner)
         return twin
     return leaf
+
+
+def _without_value(leaf: tuple[Any, ...]) -> tuple[Any, ...]:
+    if leaf[0] == "tensor":
+        return leaf
+    if isinstance(leaf[1], pytree.TreeSpec):  # a dataclass
+        return (*leaf[:2], *map(_without_value, leaf[2:]))
+    return leaf[:1]
 
 
 def context() -> tuple[Any, ...]:
@@ -151,7 +168,14 @@ def context() -> tuple[Any, ...]:
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.cuda.matmul.allow_tf32,
+        _attention_backend(),
     )
+
+
+def _attention_backend() -> Any:
+    """The attention backend that diffusers dispatches to, once it is loaded."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    return getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

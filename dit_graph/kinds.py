@@ -20,6 +20,7 @@ class Kind(Enum):
     POOL = "born in a segment"
     LIVE = "made anew by a break at every replay"
     CONSTANT = "made from Python data; held"
+    BREAK = "born in a marked break; only its results may be read outside"
 
 
 def storage_of(t: torch.Tensor) -> int:

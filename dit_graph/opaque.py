@@ -112,9 +112,31 @@ def no_hidden_compiled_code() -> Iterator[None]:
     def refuse(callback: Any) -> Any:
         caller = sys._getframe(1).f_code.co_name
         capture = breaks.local.capture
-        if caller == "compile_wrapper" and capture is not None and not capture.in_break:
+        if caller == "compile_wrapper" and capture is not None and not capture.watch.off:
             raise CaptureError("a compiled function is called that could not be found beforehand")
         return enter(callback)
 
     with put_in_place([(vars(dynamo), "set_eval_frame", refuse)]):
         yield
+
+
+@contextmanager
+def no_seeding() -> Iterator[None]:
+    """Raise CaptureError where the forward sets a default generator; a replay would not."""
+    changes: list[tuple[MutableMapping[str, Any], str, Any]] = []
+    for space in (vars(torch), vars(torch.random), vars(torch.cuda), vars(torch.cuda.random)):
+        for name in ("manual_seed", "set_rng_state"):
+            if name in space:
+                changes.append((space, name, _refusing(space[name])))
+    with put_in_place(changes):
+        yield
+
+
+def _refusing(seed: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        capture = breaks.local.capture
+        if capture is not None and not capture.watch.off:  # dynamo does so while it compiles
+            raise CaptureError("the forward seeds a generator or puts its state back")
+        return seed(*args, **kwargs)
+
+    return refuse

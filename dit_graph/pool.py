@@ -37,6 +37,7 @@ class Pool:
         self._open: Generation | None = None
         self._clock = 0
         self._mark: Any = None
+        self.busy = False
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -44,9 +45,11 @@ class Pool:
         with self.lock:
             if self._mark is not None:
                 self.device.wait(self._mark)
+            self.busy = True
             try:
                 yield
             finally:
+                self.busy = False
                 self._mark = self.device.mark()
 
     def generation(self) -> Generation:

@@ -20,7 +20,7 @@ def totals(installs: Iterable[Any]) -> dict[str, Any]:
             continue
         sums["calls"] += runner.calls
         eager += runner.refused
-        for entry in runner.entries.values():
+        for entry in [*runner.entries.values(), runner.forgotten]:
             sums["cold"] += entry.cold
             sums["captures"] += entry.captures
             sums["replays"] += entry.replays

@@ -11,18 +11,28 @@ from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
 from dit_graph.backends import backend_named
-from dit_graph.buffers import StaticBuffers, shares_storage
+from dit_graph.buffers import StaticBuffers
 from dit_graph.config import GraphConfig
 from dit_graph.entry import Decision, Entry
-from dit_graph.errors import BreakResultChanged, CaptureError, GuardMismatch, NewShape
-from dit_graph.key import Call, GraphKey, Signature, Unkeyable
+from dit_graph.errors import (
+    BreakResultChanged,
+    CaptureError,
+    Conflict,
+    GuardMismatch,
+    NewShape,
+    Unkeyable,
+)
+from dit_graph.guards import host_generators
+from dit_graph.key import Call, GraphKey, Signature
 from dit_graph.modulewatch import ModuleWatcher
 from dit_graph.pool import Pool
 from dit_graph.state import Fingerprint
-from dit_graph.tape import Tape, Undo
-from dit_graph.varying import VaryingNumbers
+from dit_graph.tape import Tape, Undo, own
+from dit_graph.varying import VaryingValues
 
 log = logging.getLogger("dit_graph")
+
+_KEYS = 1024  # keys that are remembered
 
 
 class Runner:
@@ -50,12 +60,13 @@ class Runner:
         self.entries: dict[GraphKey, Entry] = {}
         self.calls = 0
         self.refused: Counter[str] = Counter()  # eager calls that no entry stands for
+        self.forgotten = Entry("forgotten keys")  # the counts of keys that made room
         self.warming = False
         self._module = module
         self._original = original
         self._backend = backend_named(config.backend)
         self._signature = signature
-        self._numbers = VaryingNumbers()
+        self._varying = VaryingValues()
         self._state = ModuleWatcher(module, pool.device.on, pictures)
         self._generators = pool.device.generators()
         self._said: set[str] = set()
@@ -68,6 +79,8 @@ class Runner:
         entry: Entry | None = None
         with self.pool.lock:
             self.calls += 1
+            if self.pool.busy:  # the lock lets its own thread in; two replays must not interleave
+                return self._eager(None, "called inside another call", args, kwargs)
             try:
                 call = self._signature.bind(args, kwargs)
                 entry, decision = self._decide(call)
@@ -92,17 +105,25 @@ class Runner:
         entry = self.entries.get(call.key)
         if entry is not None and entry.tapes:
             return entry, Decision("replay")
-        if varies := self._numbers.varying(call):
+        if varies := self._varying.varying(call):
             return entry, Decision("eager", varies)
         if entry is None:
             if self.config.on_new_shape != "capture" and not self.warming:
                 return None, self._new_shape(call.key)
+            self._make_room()
             entry = self.entries[call.key] = Entry(call.key.describe())
         return entry, entry.decide()
+
+    def _make_room(self) -> None:
+        """Forget the oldest keys that hold no recording; their counts stay."""
+        idle = [key for key, entry in self.entries.items() if not entry.tapes]
+        for key in idle[: max(0, len(self.entries) - _KEYS)]:
+            self.forgotten.add(self.entries.pop(key))
 
     def _new_shape(self, key: GraphKey) -> Decision:
         reason = f"not warmed up: {key.describe()}"
         if self.config.on_new_shape == "error":
+            self.refused[reason] += 1
             known = ", ".join(e.label for e in self.entries.values()) or "none"
             raise NewShape(f"{self.name}: {reason}; warmed up: {known}")
         return Decision("eager", reason)
@@ -128,26 +149,39 @@ class Runner:
 
     def _cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         entry.cold += 1
-        before = Fingerprint(self._module)
+        before, drawn = Fingerprint(self._module), host_generators(self._generators)
         with self.pool.device.stream():
             out = self._original(*args, **kwargs)
         entry.warm = True
         if call.changed_containers():
             entry.block("the forward changes a list or dict that it is given")
-        if repeated := self._state.accept(before.changes()):
+        if host_generators(self._generators) != drawn:
+            entry.block("the forward draws from Python's or numpy's generator, or seeds one")
+        if repeated := self._accept(before):
             entry.block(f"the forward writes Python state: {repeated[0]}")
         return self._owned(out, call)
+
+    def _accept(self, before: Fingerprint) -> list[str]:
+        """Take over what a forward wrote into Python state; returns what it wrote before, too.
+
+        Other recordings stand on the state before it, unless a memo table only grew.
+        """
+        changes, grew = before.changes(), before.only_grew()
+        if changes and not grew:
+            for entry in self.entries.values():
+                for tape in tuple(entry.tapes):
+                    entry.forget(tape)
+        return self._state.accept(changes)
 
     def _owned(self, out: Any, call: Call) -> Any:
         """The caller's own copy; what aliases an argument or the module stays what it is."""
         known = {t.untyped_storage()._cdata for t in [*call.tensors, *self._state.tensors()]}
         return pytree.tree_map_only(
-            torch.Tensor, lambda t: t if t.untyped_storage()._cdata in known else t.clone(), out
+            torch.Tensor, lambda t: t if t.untyped_storage()._cdata in known else own(t), out
         )
 
     def _capture(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         started = time.perf_counter()
-        entry.captures += 1
         before = Fingerprint(self._module)
         generation = self.pool.generation()
         if entry.static is None:
@@ -155,7 +189,9 @@ class Runner:
                 entry.static = StaticBuffers(call.tensors)
         static = entry.static.tensors
         entry.static.copy_in(call.tensors)
-        capture = self._backend.capture(self.pool.device, generation.memory, static, self._module)
+        capture = self._backend.capture(
+            self.pool.device, generation.memory, static, self._module, self.config
+        )
         try:
             with self.pool.device.stream():
                 live = call.with_tensors(static)
@@ -164,24 +200,29 @@ class Runner:
                 )
                 out = capture.finish(out)
             tape = capture.tape
-            if tape.written_inputs and shares_storage(call.tensors):
-                raise CaptureError("arguments that share storage are written in place")
+            entry.static.check_writable(tape.written_inputs)
+            conflict = tape.conflict(call.tensors)
+            if conflict:
+                raise Conflict(conflict)
         except Exception as error:
             capture.undo.roll_back()
             before.restore()
             return self._failed(entry, generation, error, args, kwargs)
+        entry.captures += 1
+        self._say_unmatched(capture.matched)
         result = tape.result(call.tensors)
         entry.static.copy_back(call.tensors, tape.written_inputs)
         entry.capture_seconds += time.perf_counter() - started
         survivors = capture.known.survivors(out)
-        self._keep(entry, generation, tape, before.changes(), survivors)
+        self._keep(entry, generation, tape, before, survivors)
         return result
 
     def _keep(
-        self, entry: Entry, generation: Any, tape: Tape, changes: list[str], survivors: int
+        self, entry: Entry, generation: Any, tape: Tape, before: Fingerprint, survivors: int
     ) -> None:
         """File the recording, unless what it stands on is not fixed."""
-        repeated = self._state.accept(changes)
+        changes = before.changes()
+        repeated = self._accept(before)
         if repeated:
             entry.block(f"the forward writes Python state: {repeated[0]}")
         elif changes or survivors:
@@ -190,9 +231,9 @@ class Runner:
         elif tape.unrestartable:
             entry.block(tape.unrestartable)
         else:
-            for surplus in entry.tapes[self.config.max_variants - 1 :]:
-                entry.forget(surplus)
             entry.tapes.insert(0, tape)
+            for surplus in entry.tapes[self.config.max_variants :]:
+                entry.forget(surplus)
             tape.generation = generation
             generation.held.append((entry, tape))
             return
@@ -202,7 +243,10 @@ class Runner:
         self, entry: Entry, generation: Any, error: Exception, args: Any, kwargs: Any
     ) -> Any:
         reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {error!r}"
-        entry.block(reason)
+        if isinstance(error, Conflict):  # these arguments; others may do
+            entry.unsettled(reason)
+        else:
+            entry.block(reason)
         self.pool.close(generation)
         if self.config.on_failure == "raise":
             raise error
@@ -210,11 +254,9 @@ class Runner:
 
     def _replay(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         undo, live, mismatch = Undo(self._generators), call.tensors, ""
-        steady = entry.missed < self.config.max_variants
-        for tape in entry.tapes[:] if steady else entry.tapes[:1]:
-            if tape.written_inputs and shares_storage(live):
-                reason = "arguments that share storage are written in place"
-                return self._eager(entry, reason, args, kwargs)
+        for tape in tuple(entry.tapes):
+            if conflict := tape.conflict(live):
+                return self._eager(entry, conflict, args, kwargs)
             entry.static.copy_in(live)
             try:
                 tape.run(undo)
@@ -222,13 +264,9 @@ class Runner:
                 undo.roll_back()
                 mismatch = error.place
                 continue
-            except BreakResultChanged as error:
+            except Exception as error:
                 undo.roll_back()
-                if self.config.on_failure == "raise":
-                    raise
-                return self._eager(
-                    entry, f"a marked break's result changed: {error.place}", args, kwargs
-                )
+                return self._broken(entry, error, args, kwargs)
             entry.replays += 1
             entry.missed = 0
             entry.prefer(tape)
@@ -240,3 +278,19 @@ class Runner:
             reason = f"another value at every call: {mismatch}"
             return self._eager(entry, reason, args, kwargs)
         return self._capture(entry, call, args, kwargs)
+
+    def _broken(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
+        """A replay raised: the call is eager's, and a recording that is broken goes."""
+        if self.config.on_failure == "raise":
+            raise error
+        if isinstance(error, BreakResultChanged):
+            reason = f"a marked break's result changed: {error.place}"
+        else:
+            reason = f"replay failed: {error!r}"
+            entry.retire()
+        return self._eager(entry, reason, args, kwargs)
+
+    def _say_unmatched(self, matched: set[str]) -> None:
+        for pattern in set(self.config.breaks) - matched - self._said:
+            self._said.add(pattern)
+            log.warning("dit_graph: %s: breaks pattern %r matches nothing", self.name, pattern)

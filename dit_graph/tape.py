@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from dit_graph.buffers import shares_storage
 from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.guards import DeviceNumber, Guard, matches
 
@@ -34,24 +35,28 @@ class Break:
     reason: str
     where: str
     marked: bool = False
+    in_place: set[int] = field(default_factory=set)  # results that are no new tensors
 
     def __call__(self) -> None:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
         leaves, spec = pytree.tree_flatten(self.fn(*args, **kwargs))
         if spec != self.results:
             self._changed("structure", self.results, spec)
-        for home, leaf in zip(self.homes, leaves):
+        for i, (home, leaf) in enumerate(zip(self.homes, leaves)):
             if isinstance(home, torch.Tensor):
-                self._store(home, leaf)
-            elif not matches(home, leaf) and not (self.marked and home is leaf):
+                self._store(home, leaf, i in self.in_place)
+            elif not matches(home, leaf):
                 self._changed("value", home, leaf)
 
-    def _store(self, home: torch.Tensor, leaf: Any) -> None:
+    def _store(self, home: torch.Tensor, leaf: Any, in_place: bool) -> None:
         if not isinstance(leaf, torch.Tensor) or spec_of(leaf) != spec_of(home):
             old, new = spec_of(home), isinstance(leaf, torch.Tensor) and spec_of(leaf)
             self._changed("tensor", old, new)
-        if leaf.data_ptr() != home.data_ptr():
-            home.copy_(leaf)
+        if leaf.data_ptr() == home.data_ptr():
+            return
+        if in_place:  # a copy would overwrite an argument, or a weight
+            self._changed("memory", "its input's", "its own")
+        home.copy_(leaf)
 
     def _changed(self, what: str, old: Any, new: Any) -> None:
         error = BreakResultChanged if self.marked else GuardMismatch
@@ -59,6 +64,17 @@ class Break:
         raise error(
             f"{self.reason} at {self.where}", f"{what} was {then!r} at capture, now {new!r}"
         )
+
+
+@dataclass(eq=False)
+class WholeCall:
+    """The whole forward, eagerly, on the staged arguments; `done` gets its result."""
+
+    forward: Callable[[], Any]
+    done: Callable[[Any], Any]
+
+    def __call__(self) -> None:
+        self.done(self.forward())
 
 
 @dataclass(eq=False)
@@ -86,6 +102,7 @@ class Tape:
     saved: list[torch.Tensor] = field(default_factory=list)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
     written_inputs: list[int] = field(default_factory=list)
+    written_outside: set[int] = field(default_factory=set)  # addresses of whole storages
     leaves: list[Any] = field(default_factory=list)
     spec: Any = None
     random_before_guard: bool = False
@@ -105,12 +122,21 @@ class Tape:
         leaves = [leaf(live) if isinstance(leaf, InputView) else own(leaf) for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
+    def conflict(self, live: list[torch.Tensor]) -> str:
+        """Why these arguments cannot be staged apart from each other and from what is written."""
+        if self.written_inputs and shares_storage(live):
+            return "arguments that share storage are written in place"
+        outside = self.written_outside
+        if outside and any(t.untyped_storage().data_ptr() in outside for t in live):
+            return "an argument lies in memory that the forward writes"
+        return ""
+
     def breaks(self) -> Iterator[Break]:
         return (step for step in self.steps if isinstance(step, Break))
 
     @property
     def segments(self) -> int:
-        return sum(not isinstance(step, (Break, Reset)) for step in self.steps)
+        return sum(not isinstance(step, (Break, Reset, WholeCall)) for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -140,7 +166,13 @@ def own(leaf: Any) -> Any:
     """The caller's own copy of a result leaf, on the current stream."""
     if isinstance(leaf, External):
         return leaf.tensor
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.clone()
+    if copy.stride() == leaf.stride() or 0 in leaf.stride():
+        return copy
+    strided = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return strided.copy_(leaf)
 
 
 class Undo:
@@ -169,7 +201,3 @@ class Undo:
                 tensor.copy_(kept[0])
         for generator, state in zip(self._generators, self._states):
             generator.set_state(state)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [tensor for tensor, _ in self._kept]

@@ -1,28 +1,31 @@
-"""Finds the int or float argument that is another one at every call: named, not a graph each."""
+"""Finds the plain argument that is another one at every call: named, not a graph each."""
 
 from collections import deque
 
 from dit_graph.key import Call, GraphKey
 
 _RECENT = 8
+_CALLS = 1024  # kinds of calls that are remembered
 _MANY = 3  # other values among the recent calls that still look like a setting
 
 
-class VaryingNumbers:
-    """Remembers, per call without its numbers, which keys came lately."""
+class VaryingValues:
+    """Remembers, per call without its plain values, which keys came lately."""
 
     def __init__(self) -> None:
         self._recent: dict[GraphKey, deque[GraphKey]] = {}
 
     def varying(self, call: Call) -> str:
         """Why this call should not become a recording of its own, or an empty string."""
-        rest = call.key.without_numbers()
+        rest = call.key.without_values()
         if rest == call.key:
             return ""
+        if len(self._recent) > _CALLS:
+            self._recent.clear()
         recent = self._recent.setdefault(rest, deque(maxlen=_RECENT))
         before = recent[-1] if recent else call.key
         recent.append(call.key)
         if before == call.key or len(set(recent)) <= _MANY:
             return ""
         index = next(i for i, (a, b) in enumerate(zip(before.leaves, call.key.leaves)) if a != b)
-        return f"{call.leaf_name(index)} is another number at every call; pass it as a tensor"
+        return f"{call.leaf_name(index)} is another value at every call; pass it as a tensor"

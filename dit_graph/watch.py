@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from dit_graph.errors import CaptureError
 from dit_graph.guards import DeviceNumber, plain
 from dit_graph.key import tensors_of
+from dit_graph.kinds import Kind
 
 if TYPE_CHECKING:
     from dit_graph.capture import Capture
@@ -56,7 +57,7 @@ class OpWatch(TorchDispatchMode):
     ) -> Any:
         capture, kwargs = self._capture, kwargs or {}
         if capture.in_break:
-            return func(*args, **kwargs)
+            return capture.observe(func, args, kwargs)
         return classify(capture, func, args, kwargs)
 
 
@@ -66,6 +67,8 @@ def classify(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _LIFTS:
         c.constant(operands)
         return func(*args, **kwargs)
+    if any(c.known.kind(t) is Kind.BREAK for t in operands):
+        raise CaptureError(f"a tensor made in a marked break, no result of it, at {source_line()}")
     tags = getattr(func, "tags", ())
     random = torch.Tag.nondeterministic_seeded in tags
     if random:
@@ -113,6 +116,10 @@ class CallWatch(TorchFunctionMode):
         c, kwargs = self._capture, kwargs or {}
         if c.in_break:
             return func(*args, **kwargs)
+        if func is torch.Tensor.data_ptr and not _calls_from("triton"):
+            raise CaptureError(f"the forward reads an address at {source_line()}")
+        if pattern := c.stays_eager(func):
+            return c.eager(func, args, kwargs, reason=f"{func.__name__} ({pattern!r})")
         if func in _READS:
             return _read(c, func, args, kwargs)
         if func in _MAKES:
@@ -154,6 +161,7 @@ class Watch:
     """Both modes, entered together, and a way to step aside for code that must not see them."""
 
     def __init__(self, capture: "Capture") -> None:
+        self.off = False
         self._calls = CallWatch(capture)
         self._ops = OpWatch(capture)
 
@@ -171,10 +179,18 @@ class Watch:
         if _get_current_dispatch_mode() is not self._ops:
             raise CaptureError("a torch dispatch mode of the model's own is active around a break")
         self.__exit__(None, None, None)
+        self.off = True
         try:
             yield
         finally:
+            self.off = False
             self.__enter__()
+
+
+def _calls_from(package: str) -> bool:
+    """Whether the torch function that runs now was called by a package."""
+    frame = sys._getframe(2)
+    return bool(frame.f_back and frame.f_back.f_globals.get("__name__", "").startswith(package))
 
 
 def source_line() -> str:

@@ -24,6 +24,8 @@ class Writes:
 
     def __init__(self, known: Known, tape: Tape, undo: Undo) -> None:
         self._known, self._tape, self._undo = known, tape, undo
+        self.outside: list[torch.Tensor] = []  # whole storages, taken aside
+        self.arguments: set[int] = set()  # storages of staged arguments
 
     def note(self, func: Any, args: Any, kwargs: Any, before: When) -> None:
         """An operation is about to be recorded."""
@@ -37,18 +39,21 @@ class Writes:
                 self._note(t, before)
 
     def _note(self, t: torch.Tensor, before: When) -> None:
+        if self._known.kind(t) is Kind.STATIC:
+            self.arguments.add(storage_of(t))
         if self._known.is_constant(t):
-            whole = _whole(t)
+            whole = whole_of(t)
             before(lambda: self._tape.steps.insert(0, Reset(whole, whole.clone())))
             self._known.mark(t, Kind.LIVE)
-        taken = any(storage_of(s) == storage_of(t) for s in self._undo.tensors)
+        taken = any(storage_of(s) == storage_of(t) for s in self.outside)
         if self._known.is_outside(t) and not taken:
-            self._undo.promise(_whole(t), before)
+            self.outside.append(whole_of(t))
+            self._undo.promise(self.outside[-1], before)
             if self._known.is_host(t):
                 self._known.mark(t, Kind.LIVE)
 
 
-def _whole(t: torch.Tensor) -> torch.Tensor:
+def whole_of(t: torch.Tensor) -> torch.Tensor:
     """All elements of the storage that `t` lies in."""
     size = t.untyped_storage().nbytes() // t.itemsize
     return t.detach().as_strided((size,), (1,), 0)

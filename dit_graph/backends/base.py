@@ -18,10 +18,15 @@ class Backend(ABC):
     records = True
 
     def capture(
-        self, device: Device, memory: Memory, static: list[torch.Tensor], module: torch.nn.Module
+        self,
+        device: Device,
+        memory: Memory,
+        static: list[torch.Tensor],
+        module: torch.nn.Module,
+        config: GraphConfig,
     ) -> Capture:
         known = [*module.parameters(), *module.buffers()]
-        return Capture(device, memory, static, known, breakable=self.name != "full")
+        return Capture(device, memory, static, known, self.name != "full", config.breaks)
 
     @abstractmethod
     def record(

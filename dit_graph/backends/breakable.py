@@ -12,7 +12,7 @@ from dit_graph.backends.base import Backend
 from dit_graph.breaks import eager_on_graph, local
 from dit_graph.capture import Capture
 from dit_graph.config import GraphConfig
-from dit_graph.opaque import compiled_places, no_hidden_compiled_code, put_in_place
+from dit_graph.opaque import compiled_places, no_hidden_compiled_code, no_seeding, put_in_place
 
 
 class Breakable(Backend):
@@ -52,15 +52,16 @@ def _prepared(
     for path, child in module.named_modules():
         pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
         if pattern is not None:
+            capture.matched.add(pattern)
             stays_eager = eager_on_graph(reason=f"{path} ({pattern!r})")(child.forward)
             changes.append((child.__dict__, "forward", stays_eager))
-    with put_in_place(changes), no_hidden_compiled_code():
+    with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
         yield
 
 
 def _opaque(capture: Capture, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if local.capture is not capture or capture.in_break:  # another thread, or eager anyway
+        if local.capture is not capture:  # another thread
             return fn(*args, **kwargs)
         return capture.opaque(fn, args, kwargs)
 

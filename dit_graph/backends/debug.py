@@ -8,6 +8,7 @@ import torch
 from dit_graph.backends.base import Backend
 from dit_graph.capture import Capture
 from dit_graph.config import GraphConfig
+from dit_graph.tape import WholeCall
 
 
 class Debug(Backend):
@@ -22,5 +23,9 @@ class Debug(Backend):
         kwargs: dict[str, Any],
         config: GraphConfig,
     ) -> Any:
-        with capture.recording():
-            return capture.marked(forward, args, kwargs, pure=False, reason="backend debug")
+        def run() -> Any:
+            capture.expect_writes()
+            return forward(*args, **kwargs)
+
+        capture.tape.steps.append(WholeCall(run, capture.finish))
+        return run()

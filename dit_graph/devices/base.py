@@ -8,6 +8,12 @@ from typing import Any
 import torch
 
 
+def with_bits_of(t: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+    """`twin` with the lazy conjugation and negation of `t`, which no pointer carries."""
+    twin = twin.conj() if t.is_conj() else twin
+    return torch._neg_view(twin) if t.is_neg() else twin
+
+
 class Segment(ABC):
     """A run of device operations that replays as one launch.
 

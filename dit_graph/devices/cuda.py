@@ -1,5 +1,6 @@
 """CUDA graphs. The only file that names `torch.cuda.CUDAGraph`."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.devices.base import Device, Memory, Segment
+from dit_graph.devices.base import Device, Memory, Segment, with_bits_of
 from dit_graph.errors import Unsupported
 
 
@@ -67,13 +68,32 @@ class CudaSegment(Segment):
 
     def abort(self) -> None:
         self._before.clear()
-        with warnings.catch_warnings(), suppress(Exception):  # the first cause is on its way out
-            warnings.simplefilter("ignore")
-            self._graph.capture_end()
         self._memory.graphs.append(self._graph)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._graph.capture_end()
+        except Exception:  # an invalidated capture; its first cause is on its way out
+            _forget_capture(self._memory.id)
 
     def __call__(self) -> None:
         self._graph.replay()
+
+
+def _forget_capture(pool: Any) -> None:
+    """Undo what `capture_begin` did where `capture_end` could not.
+
+    The allocator would go on reserving for the pool, and the default generator would go on
+    believing that it is captured and refuse to draw; a capture that ends well resets it.
+    """
+    device = torch.cuda.current_device()
+    for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with suppress(RuntimeError):  # already done
+            end(device, pool)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device="cuda")
+    graph.capture_end()
 
 
 class _Bytes:
@@ -88,6 +108,11 @@ class _Bytes:
         }
 
 
+_STREAMS: dict[int, torch.cuda.Stream] = {}
+_ALONE = threading.RLock()
+"""Cold calls and captures share one stream a device, so that its library workspaces exist once."""
+
+
 class Cuda(Device):
     name = "cuda"
     type = "cuda"
@@ -95,7 +120,7 @@ class Cuda(Device):
 
     def __init__(self, on: torch.device) -> None:
         self.on = on
-        self._stream: torch.cuda.Stream | None = None
+        self._events: dict[int, torch.cuda.Event] = {}
 
     def check(self) -> None:
         if not torch.cuda.is_available():
@@ -120,20 +145,20 @@ class Cuda(Device):
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
         data = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=t.device)
         typed = data.view(torch.uint8).narrow(0, 0, data.numel() // t.itemsize * t.itemsize)
-        return typed.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+        twin = typed.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+        return with_bits_of(t, twin)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        with torch.cuda.device(self.on):
+        with _ALONE, torch.cuda.device(self.on):
             caller = torch.cuda.current_stream()
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(caller)
+            aside = _STREAMS.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+            aside.wait_stream(caller)
             try:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(aside):
                     yield
             finally:
-                caller.wait_stream(self._stream)
+                caller.wait_stream(aside)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -147,7 +172,11 @@ class Cuda(Device):
 
     def mark(self) -> Any:
         stream = torch.cuda.current_stream(self.on)
-        return stream, stream.record_event()
+        event = self._events.get(stream.stream_id)
+        if event is None:
+            event = self._events[stream.stream_id] = torch.cuda.Event()
+        event.record(stream)
+        return stream, event
 
     def wait(self, mark: Any) -> None:
         stream, event = mark

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.devices.base import Device, Memory, Segment
+from dit_graph.devices.base import Device, Memory, Segment, with_bits_of
 from dit_graph.errors import Unsupported
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
@@ -146,7 +146,8 @@ def weak(t: torch.Tensor) -> torch.Tensor:
     raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     data = torch.frombuffer(raw, dtype=torch.uint8)
     twin = torch.empty(0, dtype=t.dtype)
-    return twin.set_(data.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    twin.set_(data.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    return with_bits_of(t, twin)
 
 
 class Recorder(Device):

@@ -129,18 +129,18 @@ def test_marked_attention_needs_no_more_memory_than_one_graph() -> None:
 def test_disable_gives_the_memory_back() -> None:
     module = block(1024, 16)
     x = torch.randn(4096, 1024, device=CUDA)
-    module(x)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    handle = dit_graph.enable(module)
-    for n in (4096, 2048, 1024):
-        for _ in range(4):
-            module(x[:n])
-    assert before - torch.cuda.mem_get_info()[0] > 32 << 20
-    handle.disable()
-    torch.cuda.synchronize()
-    assert before - torch.cuda.mem_get_info()[0] <= 1 << 20
+    free = []
+    for _ in range(4):  # the first time the capture stream gets its library workspaces, which stay
+        handle = dit_graph.enable(module)
+        for n in (4096, 2048, 1024):
+            for _ in range(4):
+                module(x[:n])
+        assert handle.pool_on(torch.device(CUDA)).bytes > 32 << 20
+        handle.disable()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[0] - free[-1] <= 1 << 20, free
 
 
 def test_recordings_over_the_limit_retire_and_stay_right() -> None:

@@ -21,7 +21,7 @@ from dit_graph.key import Signature
 from dit_graph.slot import Slot
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape
-from dit_graph.varying import VaryingNumbers
+from dit_graph.varying import VaryingValues
 
 
 def forward(x: Any, y: Any = None, *rest: Any, scale: float = 1.0, **kw: Any) -> None: ...
@@ -123,11 +123,11 @@ def test_a_call_is_made_as_it_was_written() -> None:
 
 
 def test_varying_numbers() -> None:
-    varying = VaryingNumbers()
+    varying = VaryingValues()
     said = [varying.varying(BIND((1,), {"scale": i / 10})) for i in range(6)]
-    assert said[:3] == [""] * 3 and all("argument scale is another number" in s for s in said[3:])
+    assert said[:3] == [""] * 3 and all("argument scale is another value" in s for s in said[3:])
     assert varying.varying(BIND((1,), {"scale": 0.5})) == "", "it settled"
-    varying = VaryingNumbers()
+    varying = VaryingValues()
     alternating = [varying.varying(BIND((2,), {"scale": i % 2 / 1})) for i in range(20)]
     assert alternating == [""] * 20
 
@@ -270,9 +270,9 @@ def test_public_names() -> None:
 
 LAYERS = [
     {"errors"}, {"breaks", "config", "guards", "slot", "buffers"},
-    {"key", "tape", "state", "opaque"}, {"watch", "varying", "modulewatch", "devices", "entry"},
-    {"kinds"}, {"writes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"modes"},
-    {"enable"},
+    {"key", "tape", "state", "opaque"}, {"varying", "modulewatch", "devices", "entry"},
+    {"kinds"}, {"watch", "writes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"},
+    {"modes"}, {"enable"},
 ]  # fmt: skip
 
 
