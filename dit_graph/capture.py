@@ -7,7 +7,6 @@ keys, entries or models.
 
 import fnmatch
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +18,12 @@ from dit_graph import breaks
 from dit_graph.devices.base import Device, Memory, Segment
 from dit_graph.errors import CaptureError
 from dit_graph.guards import Guard, plain, same
+from dit_graph.homes import is_fresh, place, result_leaf
 from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
-from dit_graph.tape import Break, External, InputView, Tape, Undo
+from dit_graph.tape import Break, Tape, Undo
 from dit_graph.watch import Watch, source_line
 from dit_graph.writes import Writes, whole_of, writes
-
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Capture:
@@ -62,7 +60,8 @@ class Capture:
         self._observing = False
         self._segment: Segment | None = None
         self._outside = [(t, t._version) for t in module if not t.is_inference()]
-        self._buffers = [t for t in module if not isinstance(t, torch.nn.Parameter)]
+        buffers = [t for t in module if not isinstance(t, torch.nn.Parameter)]
+        self.undo.take(buffers, random=True)
         self._random = False
         self._random_unseen = False
         self._impure = ""
@@ -80,7 +79,6 @@ class Capture:
             raise CaptureError("a capture is already running on this thread")
         gc.collect(1)  # what is young may hold device memory; none of it is freed inside
         collecting, cache = gc.isenabled(), torch.is_autocast_cache_enabled()
-        self.undo.take(self._buffers, random=True)
         gc.disable()
         torch.set_autocast_cache_enabled(False)
         breaks.local.capture = self
@@ -106,7 +104,7 @@ class Capture:
         self.arrays.clear()
         tape, out = self.tape, pytree.tree_map(plain, out)
         leaves, tape.spec = pytree.tree_flatten(out)
-        tape.leaves = list(map(self._result_leaf, leaves))
+        tape.leaves = [result_leaf(leaf, self.known, self._static) for leaf in leaves]
         tape.written_inputs = [
             i
             for i, t in enumerate(self._static)
@@ -118,27 +116,6 @@ class Capture:
     def expect_writes(self) -> None:
         """From now on a staged argument whose version moves was written by the forward."""
         self._versions = [t._version for t in self._static]
-
-    def _result_leaf(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            if isinstance(leaf, _PLAIN):
-                return leaf
-            raise CaptureError(f"the forward returns a {type(leaf).__name__}")
-        kind = self.known.kind(leaf)
-        if self.known.is_outside(leaf):
-            return External(leaf)
-        if kind is not Kind.STATIC:
-            return self.known.hold(leaf)
-        index = next(i for i, t in enumerate(self._static) if storage_of(t) == storage_of(leaf))
-        base = self._static[index]
-        if (leaf.dtype, leaf.is_conj(), leaf.is_neg()) != (
-            base.dtype,
-            base.is_conj(),
-            base.is_neg(),
-        ):
-            return leaf
-        offset = int(leaf.storage_offset()) - int(self._static[index].storage_offset())
-        return InputView(index, leaf.shape, leaf.stride(), offset)
 
     # ---- values that a launch freezes
 
@@ -300,22 +277,13 @@ class Capture:
             self._guarded(reason)
         step = Break(fn, held, spec, [], results, reason, source_line(), marked)
         self.tape.steps.append(step)
-        fresh = [i for i, out in enumerate(outs) if self._is_fresh(out, operands, marked, reason)]
-        step.in_place = {i for i, out in enumerate(outs) if i not in fresh}
-        for i, home in zip(fresh, self._homes([outs[i] for i in fresh], to_host)):
+        is_new = [is_fresh(out, operands, self.known, reason, marked) for out in outs]
+        fresh = [i for i, new in enumerate(is_new) if new]
+        step.in_place = {i for i, new in enumerate(is_new) if not new}
+        for i, home in zip(fresh, self._place([outs[i] for i in fresh], to_host)):
             outs[i] = home
         step.homes = [self.known.hold(x) if isinstance(x, torch.Tensor) else x for x in outs]
         return pytree.tree_unflatten(outs, results)
-
-    def _is_fresh(self, out: Any, operands: list[torch.Tensor], marked: bool, reason: str) -> bool:
-        """Whether a break's result is a new tensor, and not one that was there before."""
-        if not isinstance(out, torch.Tensor):
-            if marked and not isinstance(out, _PLAIN):
-                raise CaptureError(f"{reason} returns a {type(out).__name__}")
-            return False
-        if marked:  # what it made was seen being made
-            return self.known.kind(out) is Kind.BREAK
-        return all(storage_of(out) != storage_of(t) for t in operands)
 
     def stand_in(self, value: Any) -> Any:
         """Replace the value that the last break compares with."""
@@ -339,32 +307,9 @@ class Capture:
             self._segment = segment
         return self._segment
 
-    def _homes(self, outs: list[torch.Tensor], to_host: bool) -> list[torch.Tensor]:
-        """Where later steps read new results: memory of the next segment, or for host tensors the
-        tensor itself. Results in one storage stay in one."""
-        shared = Counter(map(storage_of, outs))
-        bases: dict[int, torch.Tensor] = {}
-        homes = []
-        for out in outs:
-            if to_host or self.known.is_host(out):
-                self.known.mark(out, Kind.LIVE, host=True)
-                homes.append(out)
-                continue
-            whole = out if shared[storage_of(out)] == 1 else whole_of(out)
-            if storage_of(out) not in bases:
-                bases[storage_of(out)] = self._home(whole)
-            base = bases[storage_of(out)]
-            view = (out.shape, out.stride(), out.storage_offset())
-            homes.append(base if whole is out else base.view(out.dtype).as_strided(*view))
-        return homes
-
-    def _home(self, out: torch.Tensor) -> torch.Tensor:
-        segment = self._open()
-        home = segment.empty_like(out)
-        self.known.mark(home, Kind.POOL)
-        target = self.device.weak(home)
-        segment.before_launch(lambda: target.copy_(out))
-        return home
+    def _place(self, outs: list[torch.Tensor], to_host: bool) -> list[torch.Tensor]:
+        hosts = [to_host or self.known.is_host(out) for out in outs]
+        return place(outs, hosts, self.known, self.device, self._open)
 
     # ---- guards and writes
 

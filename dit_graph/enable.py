@@ -69,8 +69,13 @@ class Install:
         return self._slot.original(*args, **kwargs)
 
     def _pictures(self) -> int | None:
-        counts = [handle.pictures() for handle in self.handles]
-        return None if None in counts else sum(count or 0 for count in counts)
+        """The last picture that any pipeline began; None to compare at every call."""
+        alive = [handle.pictures for handle in self.handles if handle.pictures.target_is_alive]
+        numbers = [pictures() for pictures in alive]
+        begun = [number for number in numbers if number is not None]
+        if len(begun) < len(numbers) or any(pictures.watching for pictures in alive):
+            return None
+        return max(begun, default=None)
 
     def check(self) -> None:
         """Go back in where another library's hook took the slot away."""
@@ -100,6 +105,7 @@ class Handle:
         self.config = config
         self._target = weakref.ref(target)
         self._pool: Pool | None = None
+        self._disabled = False
         self.installs: dict[str, Install] = {}
         self.pictures = Pictures(target, self._check)
 
@@ -163,8 +169,13 @@ class Handle:
 
     def disable(self) -> None:
         """Give every forward back; see `dit_graph.disable`."""
+        if self._disabled:
+            return
+        self._disabled = True
         self.pictures.release()
-        _handles.pop(id(self._target()), None)
+        target = id(self._target())
+        if _handles.get(target) is self:  # a later `enable` may have made another
+            del _handles[target]
         for install in self.installs.values():
             if self in install.handles:
                 install.handles.remove(self)
@@ -179,6 +190,10 @@ class Handle:
 
     def __exit__(self, *error: object) -> None:
         self.disable()
+
+    def is_of(self, target: Any) -> bool:
+        """An id comes again once its object is gone, and a shared module keeps the handle."""
+        return self._target() is target
 
     def _alive(self) -> Any:
         target = self._target()
@@ -225,7 +240,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
         Unsupported: the allocator has no graph pools, or a module is spread over devices.
     """
     chosen = GraphConfig.of(config, options)
-    known = _handles.get(id(pipe_or_module))
+    known = _handle_of(pipe_or_module)
     modules = denoisers(pipe_or_module)
     for name, module in modules.items():
         install = _installs.get(id(module))
@@ -259,10 +274,15 @@ def disable(target: Any) -> None:
     Raises:
         NotEnabled: the target is not graphed.
     """
-    handle = target if isinstance(target, Handle) else _handles.get(id(target))
+    handle = target if isinstance(target, Handle) else _handle_of(target)
     if handle is None:
         raise NotEnabled(f"this {type(target).__name__} is not graphed")
     handle.disable()
+
+
+def _handle_of(target: Any) -> Handle | None:
+    handle = _handles.get(id(target))
+    return handle if handle is not None and handle.is_of(target) else None
 
 
 def device_of(module: torch.nn.Module, wanted: str = "auto") -> torch.device:

@@ -4,9 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dit_graph.key import GraphKey
 from dit_graph.tape import Tape
 
 Action = Literal["cold", "capture", "replay", "eager"]
+MAX_KEYS = 1024  # keys that a runner remembers
 MAX_ATTEMPTS = 3  # captures of one key whose state had not settled yet
 
 
@@ -94,3 +96,31 @@ class Entry:
         if self.blocked:
             return f"eager: {self.blocked}"
         return "captured" if self.tapes else "warm" if self.warm else "cold"
+
+
+class Entries(dict[GraphKey, Entry]):
+    """The keys that a runner has met. Those without a recording make room when there are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = Entry("forgotten keys")  # the counts of keys that made room
+
+    def new(self, key: GraphKey) -> Entry:
+        idle = [key for key, entry in self.items() if not entry.tapes]
+        for old in idle[: max(0, len(self) + 1 - MAX_KEYS)]:
+            self.forgotten.add(self.pop(old))
+        self[key] = entry = Entry(key.describe())
+        return entry
+
+    def retire(self, unblock: bool) -> None:
+        """Let go of every recording; `unblock` gives blocked keys another chance."""
+        for entry in self.values():
+            entry.retire()
+            if unblock:
+                entry.blocked, entry.attempts = "", 0
+
+    def forget_recordings(self) -> None:
+        """Let go of every recording and nothing else."""
+        for entry in self.values():
+            for tape in tuple(entry.tapes):
+                entry.forget(tape)

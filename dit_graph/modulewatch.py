@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.state import Fingerprint, blocker, needs_grad
+from dit_graph.state import Fingerprint, blocker, global_hook, needs_grad
 
 _UNSTEADY = 3  # comparisons in a row that found a change: no setting, but something that runs along
 
@@ -21,7 +21,6 @@ class ModuleWatcher:
     def __init__(
         self, module: torch.nn.Module, device: torch.device, pictures: Callable[[], int | None]
     ) -> None:
-        self.blocker: str | None = None
         self._module = module
         self._device = device
         self._pictures = pictures
@@ -32,6 +31,12 @@ class ModuleWatcher:
         self._streak = 0
         self._seen: tuple[Any, ...] = ()
         self._needs_grad = False
+        self._blocker: str | None = None
+
+    @property
+    def blocker(self) -> str | None:
+        """Why nothing can be replayed now, or None."""
+        return global_hook() or self._blocker
 
     def changed(self) -> str | None:
         """What differs from the state that the recordings stand on, or None."""
@@ -45,13 +50,17 @@ class ModuleWatcher:
         steadied = not change and self._streak > _UNSTEADY
         self._streak = self._streak + 1 if change else 0
         if self._known is None or change or steadied:
-            self._known = Fingerprint(self._module)
+            self._take_over()
             self._again = True
-            self.blocker = blocker(self._module, self._device)
-            self._needs_grad = needs_grad(self._module)
         if self._streak > _UNSTEADY:
-            self.blocker = self.blocker or f"Python state changes at every call: {change}"
+            self._blocker = self._blocker or f"Python state changes at every call: {change}"
         return change
+
+    def _take_over(self) -> None:
+        """From now on the module as it is now is what the recordings stand on."""
+        self._known = Fingerprint(self._module)
+        self._blocker = self._known.blocker or blocker(self._module, self._device)
+        self._needs_grad = needs_grad(self._module)
 
     def _glance(self) -> tuple[Any, ...]:
         """What a step inside a picture compares: the mode, and where the weights begin."""
@@ -67,7 +76,7 @@ class ModuleWatcher:
         repeated = [place for place in changes if place in self._written]
         self._written.update(changes)
         if changes:
-            self._known = Fingerprint(self._module)
+            self._take_over()
         return repeated
 
     def needs_grad(self, tensors: list[torch.Tensor]) -> bool:

@@ -20,7 +20,7 @@ def totals(installs: Iterable[Any]) -> dict[str, Any]:
             continue
         sums["calls"] += runner.calls
         eager += runner.refused
-        for entry in [*runner.entries.values(), runner.forgotten]:
+        for entry in [*runner.entries.values(), runner.entries.forgotten]:
             sums["cold"] += entry.cold
             sums["captures"] += entry.captures
             sums["replays"] += entry.replays
@@ -41,6 +41,8 @@ def _install(install: Any) -> Iterator[str]:
     yield f"{install.name} ({type(install.module).__name__}) on {where}, {install.config.backend}"
     if not install.installed:
         yield "  ! not installed: another hook took the slot away"
+    if getattr(install.module, "_compiled_call_impl", None) is not None:
+        yield "  ! compiled as a whole: its compiled code runs, not the recordings"
     for note in install.notes:
         yield f"  ! {note}"
     eager = install.eager + (runner.refused if runner else Counter())

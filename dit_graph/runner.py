@@ -13,7 +13,7 @@ from dit_graph import breaks
 from dit_graph.backends import backend_named
 from dit_graph.buffers import StaticBuffers
 from dit_graph.config import GraphConfig
-from dit_graph.entry import Decision, Entry
+from dit_graph.entry import Decision, Entries, Entry
 from dit_graph.errors import (
     BreakResultChanged,
     CaptureError,
@@ -31,8 +31,6 @@ from dit_graph.tape import Tape, Undo, own
 from dit_graph.varying import VaryingValues
 
 log = logging.getLogger("dit_graph")
-
-_KEYS = 1024  # keys that are remembered
 
 
 class Runner:
@@ -57,10 +55,9 @@ class Runner:
         self.name = name
         self.config = config
         self.pool = pool
-        self.entries: dict[GraphKey, Entry] = {}
+        self.entries = Entries()
         self.calls = 0
         self.refused: Counter[str] = Counter()  # eager calls that no entry stands for
-        self.forgotten = Entry("forgotten keys")  # the counts of keys that made room
         self.warming = False
         self._module = module
         self._original = original
@@ -110,15 +107,8 @@ class Runner:
         if entry is None:
             if self.config.on_new_shape != "capture" and not self.warming:
                 return None, self._new_shape(call.key)
-            self._make_room()
-            entry = self.entries[call.key] = Entry(call.key.describe())
+            entry = self.entries.new(call.key)
         return entry, entry.decide()
-
-    def _make_room(self) -> None:
-        """Forget the oldest keys that hold no recording; their counts stay."""
-        idle = [key for key, entry in self.entries.items() if not entry.tapes]
-        for key in idle[: max(0, len(self.entries) - _KEYS)]:
-            self.forgotten.add(self.entries.pop(key))
 
     def _new_shape(self, key: GraphKey) -> Decision:
         reason = f"not warmed up: {key.describe()}"
@@ -131,10 +121,7 @@ class Runner:
     def _invalidate(self, change: str) -> None:
         if any(entry.tapes for entry in self.entries.values()):
             log.warning("dit_graph: %s: %s changed; recording again", self.name, change)
-        for entry in self.entries.values():
-            entry.retire()
-            if not self._state.wrote(change):
-                entry.blocked, entry.attempts = "", 0
+        self.entries.retire(unblock=not self._state.wrote(change))
 
     # ---- the four actions
 
@@ -168,9 +155,7 @@ class Runner:
         """
         changes, grew = before.changes(), before.only_grew()
         if changes and not grew:
-            for entry in self.entries.values():
-                for tape in tuple(entry.tapes):
-                    entry.forget(tape)
+            self.entries.forget_recordings()
         return self._state.accept(changes)
 
     def _owned(self, out: Any, call: Call) -> Any:

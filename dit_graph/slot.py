@@ -7,12 +7,15 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class Slot:
     """A callable put into `owner.__dict__[name]`; a pass-through once it is switched off.
 
     Hooks of other libraries replace the same attribute, so `remove` restores it only while it still
-    holds this slot. A deep copy or an unpickled owner gets its own class's plain method.
+    holds this slot. A deep copy or an unpickled owner gets its own class's plain method; a shallow
+    copy shares the slot, which answers for the first owner: call `enable` on the copy.
     """
 
     _torchdynamo_disable = True  # never traced; what torch.compiler.disable sets
@@ -47,6 +50,8 @@ class Slot:
         return any(self is link for place in places for link in _chain(place))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the owner is compiled as a whole: its code, not ours
+            return self.original(*args, **kwargs)
         return self._call(*args, **kwargs) if self.active else self.original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -382,11 +382,7 @@ def _step(key: Any) -> str:
 
 def _dict_differences(now: Any, before: dict[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
     for key, value in now.items():
-        if key in before:
-            changed = not _unchanged(value, before[key])
-        else:
-            changed = not _idle(key, value)
-        if changed:
+        if not (_unchanged(value, before[key]) if key in before else _idle(key, value)):
             yield _step(key), key, value
     if any(key not in now for key in before):
         yield " (something was removed)", _REMOVED, None
@@ -401,11 +397,8 @@ def _list_differences(now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _same_array(now: Any, before: Any) -> bool:
-    return (
-        now.dtype == before.dtype
-        and now.shape == before.shape
-        and now.tobytes() == before.tobytes()
-    )
+    alike = now.dtype == before.dtype and now.shape == before.shape
+    return bool(alike and now.tobytes() == before.tobytes())
 
 
 def _idle(key: Any, value: Any) -> bool:

@@ -1,14 +1,18 @@
 """Denoising: which components repeat, when a picture begins, and how to warm up.
 
 Scheduler, callbacks, guidance and the progress bar stay eager and are not touched; the only thing
-put on the scheduler is an instance slot over `set_timesteps`, which marks a picture's start.
+put on the scheduler is an instance slot over `set_timesteps`, which marks a picture's start and
+says so to every pipeline that shares the scheduler.
 """
 
 import copy
 import inspect
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -43,42 +47,102 @@ def denoisers(target: Any) -> dict[str, torch.nn.Module]:
     return cast(dict[str, torch.nn.Module], found)
 
 
+class TimestepsSlot(Slot):
+    """The one slot over a scheduler's `set_timesteps`, however many pipelines share it."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler, "set_timesteps", self._begin)
+        # weak: a scheduler may outlive a pipeline that used it
+        self._listeners: weakref.WeakSet[Pictures] = weakref.WeakSet()
+
+    @classmethod
+    def on(cls, scheduler: Any) -> "TimestepsSlot":
+        """The slot that is in the scheduler, or a new one."""
+        found = scheduler.__dict__.get("set_timesteps")
+        if isinstance(found, cls) and found.active:
+            return found
+        slot = cls(scheduler)
+        slot.install()
+        return slot
+
+    def add(self, listener: "Pictures") -> None:
+        self._listeners.add(listener)
+
+    def drop(self, listener: "Pictures") -> None:
+        """The slot goes away with its last listener."""
+        self._listeners.discard(listener)
+        if not self._listeners:
+            self.remove()
+
+    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        watching = _has_callback(sys._getframe(1))
+        for listener in tuple(self._listeners):
+            listener.watching = watching
+            listener.begin()
+        return self.original(*args, **kwargs)
+
+
 class Pictures:
-    """Counts the pictures that a target begins; None while nothing can say so."""
+    """Numbers the pictures that a target begins; None while nothing can say so.
+
+    `watching` holds during a picture whose caller gave a step callback: it may change anything
+    between two steps. A number never comes twice, whichever target it is.
+    """
+
+    _numbers = count(1)
 
     def __init__(self, target: Any, begun: Callable[[], None]) -> None:
-        self._pipe = weakref.ref(target)
+        self.watching = False
+        self._target = weakref.ref(target)
         self._begun = begun
-        self._count: int | None = 0 if hasattr(target, "scheduler") else None
+        self._number: int | None = None
         self._scheduler: Any = None
-        self._slot: Slot | None = None
+        self._slot: TimestepsSlot | None = None
         self()
 
     def __call__(self) -> int | None:
-        scheduler = getattr(self._pipe(), "scheduler", None)
+        scheduler = _scheduler_of(self._target())
         if scheduler is not self._scheduler:
             self.release()
             self._scheduler = scheduler
             if scheduler is not None:
-                self._slot = Slot(scheduler, "set_timesteps", self._set_timesteps)
-                self._slot.install()
+                self._slot = TimestepsSlot.on(scheduler)
+                self._slot.add(self)
                 self.begin()
-        return self._count
+        return self._number
+
+    @property
+    def target_is_alive(self) -> bool:
+        return self._target() is not None
 
     def begin(self) -> None:
         """A picture begins now; what `handle.new_picture()` calls."""
-        self._count = (self._count or 0) + 1
+        self._number = next(self._numbers)
         self._begun()
-
-    def _set_timesteps(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin()
-        assert self._slot is not None
-        return self._slot.original(*args, **kwargs)
 
     def release(self) -> None:
         if self._slot is not None:
-            self._slot.remove()
-        self._slot = self._scheduler = None
+            self._slot.drop(self)
+        self._slot = self._scheduler = self._number = None
+
+
+def _scheduler_of(target: Any) -> Any:
+    """What says that a picture begins; a module's attribute of that name is its own affair."""
+    if isinstance(target, torch.nn.Module):
+        return None
+    scheduler = getattr(target, "scheduler", None)
+    return scheduler if callable(getattr(scheduler, "set_timesteps", None)) else None
+
+
+def _has_callback(frame: types.FrameType | None) -> bool:
+    """Whether the pipeline's call that leads here was given something to run between its steps."""
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
+            here = frame.f_locals
+            if isinstance(here.get("self"), DiffusionPipeline):
+                return any(here.get(n) is not None for n in ("callback_on_step_end", "callback"))
+        frame = frame.f_back
+    return False
 
 
 def warm_pipeline(pipe: Any, sizes: Sequence[tuple[int, int]], kwargs: dict[str, Any]) -> None:

@@ -271,8 +271,8 @@ def test_public_names() -> None:
 LAYERS = [
     {"errors"}, {"breaks", "config", "guards", "slot", "buffers"},
     {"key", "tape", "state", "opaque"}, {"varying", "modulewatch", "devices", "entry"},
-    {"kinds"}, {"watch", "writes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"},
-    {"modes"}, {"enable"},
+    {"kinds"}, {"watch", "writes"}, {"homes"}, {"capture", "pool"}, {"backends"}, {"runner"},
+    {"report"}, {"modes"}, {"enable"},
 ]  # fmt: skip
 
 

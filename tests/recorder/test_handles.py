@@ -1,0 +1,219 @@
+"""Handles and slots: shared schedulers, repeated and crossed disabling, callbacks, compilation."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
+from peft import LoraConfig
+
+import dit_graph
+from dit_graph.enable import _handles
+from tests.contract import Module, rows
+from tests.families import FAMILIES
+from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
+
+
+def plain(pipe: Any) -> bool:
+    return "set_timesteps" not in vars(pipe.scheduler) and "forward" not in vars(pipe.transformer)
+
+
+# ---- step callbacks
+
+
+def with_adapter(pipe: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    pipe.transformer.add_adapter(config)
+    return pipe
+
+
+def disable_adapters(pipe: Any, step: int, _: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if step == 2:
+        pipe.transformer.disable_adapters()
+    return kwargs
+
+
+@pytest.mark.parametrize("who", ["enabled", "shares the scheduler"])
+def test_a_step_callback_may_change_the_module(who: str) -> None:
+    pipe, eager = with_adapter(flux_pipeline()), with_adapter(flux_pipeline())
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    caller = pipe if who == "enabled" else FluxPipeline(**pipe.components)
+    assert torch.equal(draw(caller), draw(eager))
+    options = {"steps": 6, "callback_on_step_end": disable_adapters}
+    assert torch.equal(draw(caller, **options), draw(eager, **options))
+    assert handle.pictures.watching
+    assert torch.equal(draw(caller), draw(eager))
+    assert not handle.pictures.watching and handle.stats()["replays"] >= 8
+
+
+class Legacy(FluxPipeline):
+    def __call__(self, callback: Any = None, **kwargs: Any) -> Any:
+        self.scheduler.set_timesteps(2, mu=1.0)
+        return callback
+
+
+def test_a_legacy_callback() -> None:
+    pipe = Legacy(**flux_pipeline().components)
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    pipe()
+    assert not handle.pictures.watching
+    pipe(callback=print)
+    assert handle.pictures.watching
+    pipe.scheduler.set_timesteps(2, mu=1.0)
+    assert not handle.pictures.watching
+
+
+# ---- what says that a picture begins
+
+
+@pytest.mark.parametrize("scheduler", [None, "later"])
+def test_a_pipeline_without_a_scheduler_is_compared_at_every_call(scheduler: Any) -> None:
+    pipe = WanPipeline(
+        tokenizer=None, text_encoder=None, vae=None, transformer=FAMILIES["wan"].build(),
+        scheduler=None if scheduler is None else FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    pipe.scheduler = None
+    call = FAMILIES["wan"].inputs(0, 5)
+    for _ in range(4):
+        pipe.transformer(**call)
+    weight = pipe.transformer.proj_out.weight
+    weight.data = weight.data * 2
+    expected = copy.deepcopy(pipe.transformer)(**call)[0]
+    assert torch.equal(pipe.transformer(**call)[0], expected)
+    assert handle.pictures() is None
+
+
+def test_a_modules_own_scheduler_is_its_own_affair() -> None:
+    own = FlowMatchEulerDiscreteScheduler()
+    for scheduler in (3, own):
+        module = Module(lambda m, x: m.linear(x) * m.factor, scheduler=scheduler, factor=1.0)
+        handle = dit_graph.enable(module, **OPTIONS)
+        for factor in (1.0, 2.0):
+            module.factor = factor
+            for i in range(4):
+                assert torch.equal(module(rows(i)), module.linear(rows(i)) * factor)
+        assert handle.stats()["replays"] == 4
+    assert "set_timesteps" not in vars(own)
+
+
+def test_a_picture_of_one_pipeline_while_another_goes_away() -> None:
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    other = FluxPipeline(**{**pipe.components, "scheduler": FlowMatchEulerDiscreteScheduler()})
+    dit_graph.enable(pipe, **OPTIONS)
+    dit_graph.enable(other, **OPTIONS)
+    assert torch.equal(draw(pipe), draw(eager))
+    other_goes = [lambda: dit_graph.disable(other)]
+    for p in (pipe, eager):
+        p.transformer.pos_embed.theta *= 2
+    other_goes.pop()()
+    assert torch.equal(draw(pipe), draw(eager))
+
+
+# ---- shared schedulers
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_pipelines_that_share_a_scheduler_leave_nothing(order: tuple[int, ...]) -> None:
+    pipe = flux_pipeline()
+    pipes = [pipe, FluxPipeline.from_pipe(pipe), FluxPipeline(**pipe.components)]
+    for p in pipes:
+        p.set_progress_bar_config(disable=True)
+    for _ in range(3):
+        for p in pipes:
+            dit_graph.enable(p, **OPTIONS)
+        slot = vars(pipe.scheduler)["set_timesteps"]
+        assert getattr(slot.original, "__func__", None) is type(pipe.scheduler).set_timesteps
+        for i in order:
+            draw(pipes[i])
+            dit_graph.disable(pipes[i])
+        assert plain(pipe)
+    assert torch.equal(draw(pipe), draw(flux_pipeline()))
+
+
+def test_every_pipeline_of_a_scheduler_hears_of_a_picture() -> None:
+    pipe = flux_pipeline()
+    other = FluxPipeline.from_pipe(pipe)
+    handles = [dit_graph.enable(p, **OPTIONS) for p in (pipe, other)]
+    before = [h.pictures() for h in handles]
+    pipe.scheduler.set_timesteps(2, mu=1.0)
+    after = [h.pictures() for h in handles]
+    assert all(a != b for a, b in zip(after, before))
+
+
+def test_a_scheduler_that_outlives_its_pipeline() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    dit_graph.enable(flux_pipeline(scheduler), **OPTIONS)
+    gc.collect()
+    pipe = flux_pipeline(scheduler)
+    dit_graph.enable(pipe, **OPTIONS)
+    draw(pipe)
+    dit_graph.disable(pipe)
+    assert plain(pipe)
+
+
+# ---- handles
+
+
+def test_disabling_twice_leaves_a_newer_handle_alone() -> None:
+    pipe = flux_pipeline()
+    first = dit_graph.enable(pipe, **OPTIONS)
+    first.disable()
+    second = dit_graph.enable(pipe, **OPTIONS)
+    first.disable()
+    assert dit_graph.enable(pipe, **OPTIONS) is second
+    for _ in range(2):
+        draw(pipe)
+    assert second.stats()["replays"] == 6
+    dit_graph.disable(pipe)
+    assert plain(pipe)
+    with pytest.raises(dit_graph.NotEnabled):
+        dit_graph.disable(pipe)
+
+
+def test_an_id_that_comes_again_finds_no_handle() -> None:
+    pipe = flux_pipeline()
+    first, other = dit_graph.enable(pipe, **OPTIONS), FluxPipeline.from_pipe(pipe)
+    _handles[id(other)] = first
+    with pytest.raises(dit_graph.NotEnabled):
+        dit_graph.disable(other)
+    assert dit_graph.enable(other, **OPTIONS) is not first
+
+
+def test_a_handle_whose_pipeline_is_gone_says_nothing() -> None:
+    pipe = flux_pipeline()
+    other = FluxPipeline.from_pipe(pipe)
+    handle = dit_graph.enable(other, **OPTIONS)
+    dit_graph.enable(pipe, **OPTIONS)
+    install = handle.installs["transformer"]
+    del other
+    gc.collect()
+    draw(pipe)
+    assert install._pictures() is not None
+    del pipe
+    gc.collect()
+    assert install._pictures() is None, "nobody is left to say when a picture begins"
+
+
+# ---- compiled as a whole
+
+
+@pytest.mark.parametrize("first", ["enable", "compile"])
+def test_a_module_that_is_compiled_as_a_whole(first: str) -> None:
+    torch.compiler.reset()
+    module = Module(lambda m, x: m.linear(x) * 2)
+    expected = copy.deepcopy(module)
+    if first == "compile":
+        module.compile(backend="eager", fullgraph=True)
+    handle = dit_graph.enable(module, **OPTIONS)
+    if first == "enable":
+        assert "compiled as a whole" not in handle.report()
+        module.compile(backend="eager", fullgraph=True)
+    for i in range(4):
+        assert torch.equal(module(rows(i)), expected(rows(i)))
+    assert "  ! compiled as a whole: its compiled code runs, not the recordings" in handle.report()
+    dit_graph.disable(module)
+    assert torch.equal(module(rows(5)), expected(rows(5)))

@@ -1,0 +1,342 @@
+"""Python state that changes, between calls or by the forward itself: seen, accepted, put back."""
+
+import functools
+import io
+import itertools
+import logging
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dit_graph.state import Fingerprint
+from tests.contract import Module, rows
+from tests.pair import Machine, Pair
+
+
+class Scale:
+    factor = 1.0
+
+    def times(self, x: Any) -> Any:
+        return x * self.factor
+
+
+class Slotted:
+    __slots__ = ("__hidden", "factor", "unset")
+
+    def __init__(self) -> None:
+        self.factor, self.__hidden = 1.0, 1.0
+
+    def hide(self, value: float) -> None:
+        self.__hidden = value
+
+    def hidden(self) -> float:
+        return self.__hidden
+
+
+def times(scale: Any, x: Any) -> Any:
+    return x * scale.factor
+
+
+def bound(module: Any) -> None:
+    module.scale = Scale()
+    module.apply_scale = module.scale.times
+
+
+def through_partial(module: Any) -> None:
+    module.scale = Scale()
+    module.apply_scale = functools.partial(times, module.scale)
+
+
+def set_factor(m: Any) -> None:
+    m.scale.factor = 3.0
+
+
+SEEN: dict[str, Any] = {
+    "slots": (
+        lambda m: setattr(m, "scale", Slotted()),
+        lambda m, x: x * m.scale.factor,
+        set_factor,
+    ),
+    "private slots": (
+        lambda m: setattr(m, "scale", Slotted()),
+        lambda m, x: x * m.scale.hidden(),
+        lambda m: m.scale.hide(3.0),
+    ),
+    "array": (
+        lambda m: setattr(m, "scale", np.ones(2)),
+        lambda m, x: x * float(m.scale[1]),
+        lambda m: m.scale.__setitem__(1, 3.0),
+    ),
+    "deque": (
+        lambda m: setattr(m, "scale", deque([1.0], maxlen=1)),
+        lambda m, x: x * m.scale[0],
+        lambda m: m.scale.append(3.0),
+    ),
+    "bound method": (bound, lambda m, x: m.apply_scale(x), set_factor),
+    "partial": (through_partial, lambda m, x: m.apply_scale(x), set_factor),
+    "negative zero": (
+        lambda m: setattr(m, "scale", 0.0),
+        lambda m, x: torch.copysign(x, torch.tensor(m.scale)),
+        lambda m: setattr(m, "scale", -0.0),
+    ),
+    "another key of the same value": (
+        lambda m: setattr(m, "scale", {"one": True}),
+        lambda m, x: x * len(next(iter(m.scale))),
+        lambda m: (m.scale.clear(), m.scale.update(three=True)),
+    ),
+    "a transposed weight": (
+        lambda m: None,
+        lambda m, x: m.linear(x),
+        lambda m: setattr(m.linear.weight, "data", m.linear.weight.data.t()),
+    ),
+    "a set that shrinks": (
+        lambda m: setattr(m, "scale", {1, 2}),
+        lambda m, x: x * len(m.scale),
+        lambda m: m.scale.discard(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_change_between_calls_is_seen(machine: Machine, name: str) -> None:
+    prepare, body, change = SEEN[name]
+    pair = machine.pair(Module(lambda m, x: body(m, m.linear(x))))
+    for module in (pair.graphed, pair.eager):
+        prepare(module)
+    for i in range(4):
+        pair(rows(i))
+    for module in (pair.graphed, pair.eager):
+        change(module)
+    for i in range(4):
+        pair(rows(i))
+    assert pair.replays == 4, pair.handle.report()
+
+
+def test_a_class_attribute_is_seen(machine: Machine) -> None:
+    class Net(nn.Module):
+        factor = 1.0
+        table: tuple[Any, ...] = ()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8).requires_grad_(False)
+            self.helper = type("Helper", (Scale,), {"factors": [1.0]})()
+
+        def forward(self, x: Any) -> Any:
+            return self.helper.times(self.linear(x)) * self.factor * self.helper.factors[0]
+
+    pair = machine.pair(Net())
+
+    def check(change: Any) -> None:
+        before = pair.replays
+        change()
+        for i in range(4):
+            pair(rows(i))
+        assert pair.replays >= before + 2, pair.handle.report()
+
+    check(lambda: None)
+    check(lambda: setattr(Net, "factor", 2.0))
+    check(lambda: setattr(type(pair.graphed.helper), "factor", 3.0))
+    check(lambda: pair.graphed.helper.factors.__setitem__(0, 5.0))
+    check(lambda: setattr(Net, "forward", lambda self, x: self.linear(x)))
+
+
+def test_a_class_attribute_that_the_forward_writes(machine: Machine) -> None:
+    class Net(nn.Module):
+        count = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: Any) -> Any:
+            type(self).count += 1
+            return self.linear(x) * type(self).count
+
+    class Twin(Net):
+        pass
+
+    pair = machine.pair(Net())
+    pair.eager.__class__ = Twin
+    Twin.count = 0
+    for i in range(6):
+        pair(rows(i))
+    assert list(pair.stats["eager"]) == ["the forward writes Python state: Net.count"]
+
+
+def test_a_deque_that_the_forward_writes(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        m.past.append(1.0)
+        return m.linear(x) * len(m.past)
+
+    pair = machine.pair(Module(body, past=deque()))
+    for i in range(8):
+        pair(rows(i))
+    assert pair.replays == 0
+
+
+@pytest.mark.parametrize(
+    "make", [itertools.count, lambda: iter(range(99)), lambda: (i for i in [])]
+)
+def test_an_iterator_is_eager_by_name(machine: Machine, make: Any) -> None:
+    module = Module(lambda m, x: m.linear(x) * next(m.it, 0))
+    pair = machine.pair(module)
+    pair.graphed.it, pair.eager.it = make(), make()
+    for i in range(5):
+        pair(rows(i))
+    assert pair.stats["eager"] == {"attribute it is an iterator": 5}
+    pair.graphed.it = pair.eager.it = None
+    pair.graphed.body = pair.eager.body = lambda m, x: m.linear(x)
+    for i in range(4):
+        pair(rows(i))
+    assert pair.replays == 2, pair.handle.report()
+
+
+def test_an_iterator_that_the_first_call_makes(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        if not hasattr(m, "it"):
+            m.it = itertools.count()
+        return m.linear(x) * next(m.it)
+
+    pair = machine.pair(Module(body))
+    for i in range(5):
+        pair(rows(i))
+    assert pair.replays == 0 and "attribute it is an iterator" in pair.stats["eager"]
+
+
+def test_requires_grad_is_seen(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x) * 2))
+    with torch.enable_grad():
+        for i in range(4):
+            pair(rows(i))
+        pair.graphed.linear.weight.requires_grad_(True)
+        assert pair.graphed(rows(9)).requires_grad
+    assert pair.stats["eager"] == {"gradients are needed": 1} and pair.replays == 2
+
+
+def with_batch_norm(machine: Machine) -> Pair:
+    norm = nn.BatchNorm1d(8).requires_grad_(False)
+    return machine.pair(Module(lambda m, x: m.norm(m.linear(x)), norm=norm))
+
+
+def test_batch_norm_in_training_mode(machine: Machine) -> None:
+    pair = with_batch_norm(machine)
+    for module in (pair.graphed, pair.eager):
+        module.train()
+    for i in range(5):
+        pair(rows(i, 4))
+    assert pair.stats["eager"] == {"batch norm in training mode: norm": 5}
+    for module in (pair.graphed, pair.eager):
+        module.eval()
+    for i in range(4):
+        pair(rows(i, 4))
+    assert pair.replays == 2
+
+
+@pytest.mark.parametrize("when", ["forward_hook", "forward_pre_hook"])
+def test_a_global_hook(machine: Machine, when: str) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x)))
+    for i in range(3):
+        pair(rows(i))
+    seen: list[nn.Module] = []
+    register = getattr(nn.modules.module, f"register_module_{when}")
+    hook = register(lambda module, *rest: seen.append(module) and None)
+    try:
+        for i in range(3):
+            pair.graphed(rows(i))
+    finally:
+        hook.remove()
+    assert seen.count(pair.graphed.linear) == 3
+    assert pair.stats["eager"] == {"a global forward hook would not run": 3}
+    pair(rows(3))
+    assert pair.replays == 2
+
+
+# ---- the fingerprint alone
+
+
+def module_with(**attributes: Any) -> Any:
+    return Module(None, **attributes)
+
+
+def test_only_a_memo_table_may_grow() -> None:
+    module = module_with(memo={"a": 1}, items=[1], helper=Scale(), part=functools.partial(times))
+
+    def grew(change: Any) -> bool:
+        before = Fingerprint(module)
+        change()
+        return before.only_grew()
+
+    assert grew(lambda: None)
+    assert grew(lambda: module.memo.update(b=2))
+    assert grew(lambda: module.memo.setdefault("deep", {}))
+    assert grew(lambda: module.memo["deep"].update(c=3))
+    assert not grew(lambda: module.memo.update(b=3))
+    assert not grew(lambda: module.memo.pop("b"))
+    assert not grew(lambda: module.items.append(2))
+    assert not grew(lambda: setattr(module, "new", 1))
+    assert not grew(lambda: setattr(module.helper, "new", 1))
+    assert not grew(lambda: module.part.keywords.update(scale=1))
+    assert not grew(lambda: module.register_buffer("late", torch.zeros(1)))
+    assert not grew(lambda: module.linear.register_forward_hook(print))
+    assert not grew(lambda: (module.memo.update(e=2), module.linear.weight.requires_grad_(True)))
+
+
+def test_everything_is_put_back() -> None:
+    class Own(Scale):
+        table = 1
+
+    module = module_with(
+        slotted=Slotted(), past=deque([1, 2], maxlen=3), array=np.ones(2), own=Own(), names={"a"}
+    )
+    before = Fingerprint(module)
+    module.slotted.factor, module.slotted.unset = 2.0, 1
+    module.past += [3, 4]
+    module.array[:] = 7
+    Own.table, Own.added = 2, 1  # type: ignore[attr-defined]
+    module.names.add("b")
+    assert {"slotted.factor", "slotted.unset", "Own.table", "Own.added"} <= set(before.changes())
+    before.restore()
+    assert before.first_change() is None
+    assert module.slotted.factor == 1.0 and not hasattr(module.slotted, "unset")
+    assert list(module.past) == [1, 2] and module.past.maxlen == 3
+    assert module.array.tolist() == [1.0, 1.0] and module.names == {"a"}
+    assert Own.table == 1 and not hasattr(Own, "added")
+
+
+def test_other_objects_of_the_same_value_are_no_change() -> None:
+    module = module_with(factor=float("1.5"), name="".join(["a", "b"]), scalar=np.float32(2))
+    before = Fingerprint(module)
+    for _ in range(2):
+        module.factor, module.name, module.scalar = float("1.5"), "".join("ab"), np.float32(2)
+        assert before.first_change() is None
+    module.scalar = np.float32(3)
+    assert before.first_change() == "scalar"
+
+
+def test_what_is_not_looked_into() -> None:
+    class Elsewhere(logging.LoggerAdapter):  # type: ignore[type-arg]
+        pass
+
+    module = module_with(
+        log=Elsewhere(logging.getLogger("a"), {}), lock=threading.Lock(), file=io.StringIO("text")
+    )
+    before = Fingerprint(module)
+    assert before.blocker is None
+    module.log.extra = {"a": 1}
+    assert before.first_change() is None
+
+
+def test_a_class_that_is_only_looked_at_stays_the_same() -> None:
+    class Bare:
+        pass
+
+    module = module_with(helper=Bare())
+    before = Fingerprint(module)
+    assert Bare.__annotations__ == {}  # makes the dict
+    assert before.first_change() is None
