@@ -37,6 +37,8 @@ class Capture:
         breakable: False raises CaptureError at the first thing that one graph cannot hold.
     """
 
+    watch: Watch
+
     def __init__(
         self,
         device: Device,
@@ -65,7 +67,6 @@ class Capture:
         self._random = False
         self._random_unseen = False
         self._impure = ""
-        self.watch = Watch(self)
         self.known = Known(device, static, module)
         self._writes = Writes(self.known, self.tape, self.undo)
         self.expect_writes()
@@ -82,6 +83,7 @@ class Capture:
         gc.disable()
         torch.set_autocast_cache_enabled(False)
         breaks.local.capture = self
+        self.watch = Watch(self)
         try:
             with self.watch:
                 yield
@@ -93,6 +95,7 @@ class Capture:
             raise
         finally:
             breaks.local.capture = None
+            del self.watch  # it refers back; memory must not wait for the garbage collector
             torch.set_autocast_cache_enabled(cache)
             if collecting:
                 gc.enable()

@@ -72,6 +72,7 @@ class Entry:
         """Let go of one recording."""
         if tape in self.tapes:
             self.tapes.remove(tape)
+        tape.steps.clear()  # a step may refer back to the tape
         if not self.tapes:
             self.static = None
             self.warm = False

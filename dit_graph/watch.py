@@ -42,6 +42,12 @@ _MASK_INDEXED = {
     _aten._index_put_impl_.default,
     _aten._unsafe_index.Tensor,
 }
+_READ_SCALARS = {  # the value of a 0-dim CPU operand goes into the launch
+    _aten.fill.Tensor,
+    _aten.fill_.Tensor,
+    _aten.masked_fill.Tensor,
+    _aten.masked_fill_.Tensor,
+}
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -99,8 +105,9 @@ def _breaks_because(
         return f"{name} depends on data"
     if to_host or (on_host and (to_device or func in _COPIES)):
         return f"{name} between host and device"
+    reads_scalars = torch.Tag.pointwise in tags or func in _READ_SCALARS
     for t in on_host:
-        if t.dim() or torch.Tag.pointwise not in tags or not c.freeze_scalar(t):
+        if t.dim() or not reads_scalars or not c.freeze_scalar(t):
             return f"{name} reads a CPU tensor"
     return None
 
