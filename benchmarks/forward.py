@@ -302,10 +302,11 @@ def main() -> None:
         for name in args.models:
             rows.append(measure(name, args.rounds, args.calls))
             print(json.dumps(rows[-1]), flush=True)
+            if args.output:  # after each model, so that a run that is stopped leaves its rows
+                text = json.dumps({"machine": record(), "rows": rows}, indent=1)
+                args.output.write_text(text + "\n")
             gc.collect()
             torch.cuda.empty_cache()
-    if args.output:
-        args.output.write_text(json.dumps({"machine": record(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

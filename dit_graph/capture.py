@@ -6,7 +6,6 @@ keys, entries or models.
 """
 
 import fnmatch
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from dit_graph.homes import is_fresh, place, result_leaf
 from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
 from dit_graph.tape import Break, Tape, Undo
-from dit_graph.watch import Watch, source_line
+from dit_graph.watch import Watch, source_line, undisturbed
 from dit_graph.writes import Writes, whole_of, writes
 
 
@@ -65,7 +64,7 @@ class Capture:
         buffers = [t for t in module if not isinstance(t, torch.nn.Parameter)]
         self.undo.take(buffers, random=True)
         self._random = False
-        self._random_unseen = False
+        self.random_unseen = False
         self._impure = ""
         self.known = Known(device, static, module)
         self._writes = Writes(self.known, self.tape, self.undo)
@@ -78,14 +77,10 @@ class Capture:
         """Watch everything that runs inside; on an error the open segment is thrown away."""
         if breaks.capturing():
             raise CaptureError("a capture is already running on this thread")
-        gc.collect(1)  # what is young may hold device memory; none of it is freed inside
-        collecting, cache = gc.isenabled(), torch.is_autocast_cache_enabled()
-        gc.disable()
-        torch.set_autocast_cache_enabled(False)
         breaks.local.capture = self
         self.watch = Watch(self)
         try:
-            with self.watch:
+            with undisturbed(), self.watch:
                 yield
             self.close()
         except BaseException:
@@ -96,9 +91,6 @@ class Capture:
         finally:
             breaks.local.capture = None
             del self.watch  # it refers back; memory must not wait for the garbage collector
-            torch.set_autocast_cache_enabled(cache)
-            if collecting:
-                gc.enable()
 
     def finish(self, out: Any) -> Any:
         """Complete the tape with the result `out`; returns it as Python should see it."""
@@ -176,25 +168,6 @@ class Capture:
         for t in tensors_of(out):
             if self.known.kind(t) is None and storage_of(t) not in self.tape.held:
                 self.known.mark(t, Kind.POOL)
-        return out
-
-    def opaque(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A compiled callable: one operation, seen by nobody."""
-        args, kwargs = pytree.tree_map(plain, (args, kwargs))
-        if self.in_break:
-            with self.watch.aside():
-                out = fn(*args, **kwargs)
-            for t in tensors_of(out):
-                if self.known.kind(t) is None:
-                    self.known.mark(t, Kind.BREAK)
-            return out
-        constants = [t for t in tensors_of((args, kwargs)) if self.known.is_constant(t)]
-        versions = [t._version for t in constants]
-        with self.watch.aside():
-            out = self.in_segment(fn, args, kwargs)
-        if [t._version for t in constants] != versions:
-            raise CaptureError(f"compiled code writes into a constant at {source_line()}")
-        self._random_unseen = True
         return out
 
     def on_host(self, func: Any, args: Any, kwargs: Any, random: bool) -> Any:
@@ -323,7 +296,7 @@ class Capture:
     def _restart_point(self) -> None:
         """Note what must be put back when a replay starts again from here."""
         self.tape.saved = self._written_outside()
-        self.tape.random_before_guard = self._random or self._random_unseen
+        self.tape.random_before_guard = self._random or self.random_unseen
 
     def _written_outside(self) -> list[torch.Tensor]:
         """Tensors from outside that were written: seen as operations, or moved by compiled code."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from dit_graph.state import Fingerprint, blocker, global_hook, needs_grad
+from dit_graph.blockers import blocker, global_hook, needs_grad
+from dit_graph.state import Fingerprint
 
 _UNSTEADY = 3  # comparisons in a row that found a change: no setting, but something that runs along
 
@@ -32,6 +33,11 @@ class ModuleWatcher:
         self._seen: tuple[Any, ...] = ()
         self._needs_grad = False
         self._blocker: str | None = None
+        self._first: tuple[dict[str, Any], str] = ({}, "")  # where the first parameter is kept
+        for child in module.modules():
+            if child._parameters:
+                self._first = (child._parameters, next(iter(child._parameters)))
+                break
 
     @property
     def blocker(self) -> str | None:
@@ -64,7 +70,8 @@ class ModuleWatcher:
 
     def _glance(self) -> tuple[Any, ...]:
         """What a step inside a picture compares: the mode, and where the weights begin."""
-        first = next(self._module.parameters(), None)
+        table, name = self._first
+        first = table.get(name)
         return self._module.training, None if first is None else (first.dtype, first.data_ptr())
 
     def wrote(self, place: str) -> bool:

@@ -13,9 +13,14 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
 from dit_graph.errors import CaptureError
+from dit_graph.guards import plain
+from dit_graph.key import tensors_of
+from dit_graph.kinds import Kind
+from dit_graph.watch import source_line
 
 Places = list[tuple[MutableMapping[str, Any], str]]
 
@@ -81,6 +86,27 @@ class _Closure(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         self._cells[name].cell_contents = value
         super().__setitem__(name, value)
+
+
+def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+    """Call compiled code as one operation that nobody sees: in a segment, or inside a break."""
+    args, kwargs = pytree.tree_map(plain, (args, kwargs))
+    known = capture.known
+    if capture.in_break:
+        with capture.watch.aside():
+            out = fn(*args, **kwargs)
+        for t in tensors_of(out):
+            if known.kind(t) is None:
+                known.mark(t, Kind.BREAK)
+        return out
+    constants = [t for t in tensors_of((args, kwargs)) if known.is_constant(t)]
+    versions = [t._version for t in constants]
+    with capture.watch.aside():
+        out = capture.in_segment(fn, args, kwargs)
+    if [t._version for t in constants] != versions:
+        raise CaptureError(f"compiled code writes into a constant at {source_line()}")
+    capture.random_unseen = True
+    return out
 
 
 @contextmanager

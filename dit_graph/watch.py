@@ -5,6 +5,7 @@ A dispatch mode sees operations; a function mode sees what never becomes one (`t
 capture knows how to make one.
 """
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -192,6 +193,24 @@ class Watch:
         finally:
             self.off = False
             self.__enter__()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold garbage collection and the autocast cache off, and leave both as they were.
+
+    A collection could free device memory inside a capture, a cached cast would outlive it.
+    """
+    gc.collect(1)
+    collecting, cache = gc.isenabled(), torch.is_autocast_cache_enabled()
+    gc.disable()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+        if collecting:
+            gc.enable()
 
 
 def _calls_from(package: str) -> bool:

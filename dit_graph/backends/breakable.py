@@ -12,7 +12,13 @@ from dit_graph.backends.base import Backend
 from dit_graph.breaks import eager_on_graph, local
 from dit_graph.capture import Capture
 from dit_graph.config import GraphConfig
-from dit_graph.opaque import compiled_places, no_hidden_compiled_code, no_seeding, put_in_place
+from dit_graph.opaque import (
+    call_opaque,
+    compiled_places,
+    no_hidden_compiled_code,
+    no_seeding,
+    put_in_place,
+)
 
 
 class Breakable(Backend):
@@ -63,6 +69,6 @@ def _opaque(capture: Capture, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if local.capture is not capture:  # another thread
             return fn(*args, **kwargs)
-        return capture.opaque(fn, args, kwargs)
+        return call_opaque(capture, fn, args, kwargs)
 
     return call

@@ -270,9 +270,10 @@ def test_public_names() -> None:
 
 LAYERS = [
     {"errors"}, {"breaks", "config", "guards", "slot", "buffers"},
-    {"key", "tape", "state", "opaque"}, {"varying", "modulewatch", "devices", "entry"},
-    {"kinds"}, {"watch", "writes"}, {"homes"}, {"capture", "pool"}, {"backends"}, {"runner"},
-    {"report"}, {"modes"}, {"enable"},
+    {"key", "tape", "places"}, {"walk", "blockers"}, {"state"},
+    {"varying", "modulewatch", "devices", "entry"}, {"kinds"}, {"watch", "writes"},
+    {"opaque", "homes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"modes"},
+    {"enable"},
 ]  # fmt: skip
 
 

@@ -1,0 +1,150 @@
+"""Finds everything that a module reaches: containers, tensors, and what cannot be compared."""
+
+import enum
+import functools
+import io
+import logging
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.hooks.hooks import HookRegistry
+
+from dit_graph.places import ClassAttributes, Place, SlotAttributes, step_name
+
+_OPAQUE = (
+    type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, io.IOBase,
+    str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator,
+    logging.Logger, logging.LoggerAdapter, DiffusionPipeline,
+)  # fmt: skip
+_FOREIGN = {
+    "builtins", "logging", "threading", "inspect", "weakref", "functools", "_thread", "pathlib",
+}  # fmt: skip
+_LIBRARIES = {"torch", "diffusers", "transformers", "numpy", "dit_graph"} | sys.stdlib_module_names
+_INTERNALS = frozenset(vars(torch.nn.Module()))
+_Visitor = Callable[[str, Any, bool], None]
+
+
+class Walk:
+    """Everything that can be reached from a module, each thing once."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.places: list[Place] = []
+        self.tensors: list[torch.Tensor] = []
+        self.blocker: str | None = None
+        self._seen: set[int] = set()
+        self._visitors: dict[type, _Visitor | None] = {}
+        self._members: dict[type, dict[str, Any]] = {}
+        self._todo: list[tuple[str, Any, bool]] = [("", module, False)]
+        while self._todo:
+            path, value, plain = self._todo.pop()
+            kind = type(value)
+            if kind not in self._visitors:
+                self._visitors[kind] = self._visitor(kind)
+            visit = self._visitors[kind]
+            if visit is not None and id(value) not in self._seen:
+                self._seen.add(id(value))
+                visit(path, value, plain)
+
+    def _visitor(self, kind: type) -> "_Visitor | None":
+        """What to do with the values of one type, looked up once; None to do nothing."""
+        if issubclass(kind, _OPAQUE):
+            return None
+        for base, visitor in (
+            (torch.Tensor, self._tensor),
+            (np.ndarray, self._array),
+            (HookRegistry, self._registry),
+            (functools.partial, self._partial),
+            (types.MethodType, self._method),
+        ):
+            if issubclass(kind, base):
+                return visitor
+        if hasattr(kind, "__next__"):
+            return self._iterator
+        if issubclass(kind, (dict, list, deque, set, frozenset, tuple)):
+            self._classes(kind)
+            return self._container
+        ours = kind.__module__.startswith("dit_graph.")
+        ours = ours and not kind.__module__.startswith("dit_graph.embedded")
+        if ours or _library_of(kind) in _FOREIGN:
+            return None
+        self._members[kind] = _members(kind)
+        self._classes(kind)
+        return self._object
+
+    def _tensor(self, path: str, value: Any, plain: bool) -> None:
+        self.tensors.append(value)
+
+    def _array(self, path: str, value: Any, plain: bool) -> None:
+        self.places.append(Place(path, value, value.copy()))
+
+    def _iterator(self, path: str, value: Any, plain: bool) -> None:
+        self.blocker = f"attribute {path.lstrip('.')} is an iterator"
+
+    def _registry(self, path: str, value: Any, plain: bool) -> None:
+        self._container(path, value.hooks, False)  # the rest changes as contexts come and go
+
+    def _partial(self, path: str, value: Any, plain: bool) -> None:
+        for name in ("func", "args", "keywords", "__dict__"):
+            self._todo.append((f"{path}.{name}", getattr(value, name), False))
+
+    def _method(self, path: str, value: Any, plain: bool) -> None:
+        self._todo.append((f"{path}.__self__", value.__self__, False))
+
+    def _object(self, path: str, value: Any, plain: bool) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self.places.append(Place(path, attributes, dict(attributes)))
+            module = isinstance(value, torch.nn.Module)
+            for key, child in attributes.items():
+                internal = module and key in _INTERNALS
+                inside = internal and key in ("_modules", "_parameters", "_buffers")
+                step = "" if inside else step_name(key)
+                self._todo.append((f"{path}{step}", child, not internal))
+        if members := self._members[type(value)]:
+            slots = SlotAttributes(value, members)
+            self.places.append(Place(path, slots, held := slots.read()))
+            self._todo += ((f"{path}.{name}", child, True) for name, child in held.items())
+
+    def _container(self, path: str, value: Any, plain: bool) -> None:
+        if isinstance(value, dict):
+            self.places.append(Place(path, value, dict(value), plain))
+            self._todo += ((f"{path}{step_name(key)}", child, True) for key, child in value.items())
+            return
+        if isinstance(value, (list, deque, set)):
+            self.places.append(Place(path, value, value.copy()))
+        self._todo += ((f"{path}[{i}]", child, True) for i, child in enumerate(value))
+
+    def _classes(self, kind: type) -> None:
+        """Class attributes are state too, and a replaced method is another forward."""
+        for base in kind.__mro__:
+            if _library_of(base) in _LIBRARIES or id(base) in self._seen:
+                continue
+            self._seen.add(id(base))
+            held = dict(vars(base))
+            self.places.append(Place(base.__name__, ClassAttributes(base), held))
+            self._todo += (
+                (f"{base.__name__}.{name}", child, True)
+                for name, child in held.items()
+                if not name.startswith("__")
+            )
+
+
+def _library_of(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """The descriptors that stand for `__slots__`, those of library classes too."""
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }
