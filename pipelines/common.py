@@ -1,12 +1,14 @@
 """What the recipes share: their command line, drawing, saving, and random weights to try with."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
+
+import dit_graph
 
 
 def arguments(about: str | None, model: str, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -21,6 +23,24 @@ def arguments(about: str | None, model: str, argv: Sequence[str] | None) -> argp
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("out"), help="folder (default out)")
     return parser.parse_args(argv)
+
+
+def run(
+    about: str | None,
+    model: str,
+    options: dict[str, Any],
+    tiny: Callable[[], tuple[Any, dict[str, Any]]],
+    argv: Sequence[str] | None,
+) -> int:
+    """A recipe's whole run: load `model` (or build `tiny`), enable, draw, report."""
+    args = arguments(about, model, argv)
+    pipe, call = (
+        tiny() if args.tiny else (from_pretrained(args), {"prompt": args.prompt, **options})
+    )
+    with dit_graph.enable(pipe, **graphs(args)) as handle:
+        draw(pipe, call, args)
+        print(handle.report())
+    return 0
 
 
 def graphs(args: argparse.Namespace) -> dict[str, str]:

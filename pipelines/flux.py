@@ -7,8 +7,6 @@ from typing import Any
 import common
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-import dit_graph
-
 MODEL = "black-forest-labs/FLUX.1-dev"
 CALL = {"height": 1024, "width": 1024, "num_inference_steps": 28}
 
@@ -45,15 +43,7 @@ def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, MODEL, argv)
-    if args.tiny:
-        pipe, call = tiny()
-    else:
-        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
-    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
-        common.draw(pipe, call, args)
-        print(handle.report())
-    return 0
+    return common.run(__doc__, MODEL, CALL, tiny, argv)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ import common
 import torch
 from diffusers import DPMSolverMultistepScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
 
-import dit_graph
-
 MODEL = "PixArt-alpha/PixArt-XL-2-1024-MS"
 CALL = {"height": 1024, "width": 1024, "num_inference_steps": 20}
 
@@ -49,15 +47,7 @@ def tiny() -> tuple[PixArtAlphaPipeline, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, MODEL, argv)
-    if args.tiny:
-        pipe, call = tiny()
-    else:
-        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
-    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
-        common.draw(pipe, call, args)
-        print(handle.report())
-    return 0
+    return common.run(__doc__, MODEL, CALL, tiny, argv)
 
 
 if __name__ == "__main__":

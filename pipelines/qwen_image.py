@@ -13,8 +13,6 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-import dit_graph
-
 MODEL = "Qwen/Qwen-Image"
 CALL = {"negative_prompt": " ", "true_cfg_scale": 4.0, "height": 1024, "width": 1024}
 
@@ -61,15 +59,7 @@ def tiny() -> tuple[QwenImagePipeline, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, MODEL, argv)
-    if args.tiny:
-        pipe, call = tiny()
-    else:
-        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
-    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
-        common.draw(pipe, call, args)
-        print(handle.report())
-    return 0
+    return common.run(__doc__, MODEL, CALL, tiny, argv)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 
-import dit_graph
-
 MODEL = "stabilityai/stable-diffusion-3.5-medium"
 CALL = {"height": 1024, "width": 1024, "num_inference_steps": 28}
 
@@ -55,15 +53,7 @@ def tiny() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, MODEL, argv)
-    if args.tiny:
-        pipe, call = tiny()
-    else:
-        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
-    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
-        common.draw(pipe, call, args)
-        print(handle.report())
-    return 0
+    return common.run(__doc__, MODEL, CALL, tiny, argv)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from diffusers import (
     WanTransformer3DModel,
 )
 
-import dit_graph
-
 MODEL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 CALL = {"height": 480, "width": 832, "num_frames": 33, "output_type": "pil"}
 
@@ -60,15 +58,7 @@ def tiny() -> tuple[WanPipeline, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, MODEL, argv)
-    if args.tiny:
-        pipe, call = tiny()
-    else:
-        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
-    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
-        common.draw(pipe, call, args)
-        print(handle.report())
-    return 0
+    return common.run(__doc__, MODEL, CALL, tiny, argv)
 
 
 if __name__ == "__main__":

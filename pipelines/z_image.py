@@ -7,8 +7,6 @@ from typing import Any
 import common
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
-import dit_graph
-
 MODEL = "Tongyi-MAI/Z-Image-Turbo"
 # the Turbo weights were distilled for few steps without guidance
 CALL = {"height": 1024, "width": 1024, "num_inference_steps": 9, "guidance_scale": 0.0}
@@ -43,15 +41,7 @@ def tiny() -> tuple[ZImagePipeline, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, MODEL, argv)
-    if args.tiny:
-        pipe, call = tiny()
-    else:
-        pipe, call = common.from_pretrained(args), {"prompt": args.prompt, **CALL}
-    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
-        common.draw(pipe, call, args)
-        print(handle.report())
-    return 0
+    return common.run(__doc__, MODEL, CALL, tiny, argv)
 
 
 if __name__ == "__main__":
