@@ -77,20 +77,21 @@ class Capture:
         """Watch everything that runs inside; on an error the open segment is thrown away."""
         if breaks.capturing():
             raise CaptureError("a capture is already running on this thread")
-        breaks.local.capture = self
-        self.watch = Watch(self)
-        try:
-            with undisturbed(), self.watch:
-                yield
-            self.close()
-        except BaseException:
-            if self._segment is not None:
-                self._segment.abort()
-                self._segment = None
-            raise
-        finally:
-            breaks.local.capture = None
-            del self.watch  # it refers back; memory must not wait for the garbage collector
+        with undisturbed():  # until the last segment is closed
+            breaks.local.capture = self
+            self.watch = Watch(self)
+            try:
+                with self.watch:
+                    yield
+                self.close()
+            except BaseException:
+                if self._segment is not None:
+                    self._segment.abort()
+                    self._segment = None
+                raise
+            finally:
+                breaks.local.capture = None
+                del self.watch  # it refers back; memory must not wait for the garbage collector
 
     def finish(self, out: Any) -> Any:
         """Complete the tape with the result `out`; returns it as Python should see it."""

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 from typing import Any
 
 import numpy as np
@@ -812,6 +813,78 @@ def test_a_forward_that_fails_in_capture_is_answered_eagerly(machine: Machine, w
     for i in range(5):
         pair(rows(i, 3).to(machine.on))
     assert pair.replays == 3, "the next key is recorded"
+
+
+@pytest.mark.parametrize("stage", ["begin", "call", "end"])
+def test_a_segment_that_fails_is_unwound(machine: Machine, stage: str, monkeypatch: Any) -> None:
+    def body(m: Any, x: Any) -> Any:
+        m.count.add_(1)
+        h = m.linear(x) + torch.rand_like(x)
+        return h + bool(h.sum() > -1e9) + m.count
+
+    pair = machine.pair(Module(body))
+    pair(rows(0).to(machine.on))
+    segment = type(pair.handle.pool_on(torch.device(machine.on)).device.segment(None, lambda t: t))
+    real = getattr(segment, stage)
+
+    def failing(self: Any, *args: Any) -> Any:
+        if stage == "end":
+            real(self, *args)
+        raise RuntimeError(f"at {stage}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, stage, failing)
+        pair(rows(1).to(machine.on), seed=1)
+    for i in range(4):
+        pair(rows(i, 3).to(machine.on), seed=i)
+    assert list(pair.stats["eager"]) == [f"capture failed: RuntimeError('at {stage}')"]
+    assert pair.replays == 2 and gc.isenabled()
+
+
+def test_nothing_is_collected_while_a_segment_is_open(machine: Machine) -> None:
+    """A collection may destroy old graphs, which the device forbids inside a capture."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            seen.append(dit_graph.breaks.capturing() and open_segments() > 0)
+
+    seen: list[bool] = []
+
+    def open_segments() -> int:
+        capture: Any = dit_graph.breaks.local.capture
+        return int(capture is not None and capture._segment is not None)
+
+    half = eager_on_graph(pure=True)(lambda h: h * 2)
+
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        for _ in range(50):
+            Garbage()
+            h = h + 1
+        return half(h) + 1
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert run(machine, body, [rows(i) for i in range(4)]).replays == 2
+    finally:
+        gc.set_threshold(*threshold)
+    assert seen and not any(seen)
+
+
+def test_collection_stays_off_until_the_last_segment_is_closed(
+    machine: Machine, monkeypatch: Any
+) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x)))
+    pair(rows(0).to(machine.on))
+    segment = type(pair.handle.pool_on(torch.device(machine.on)).device.segment(None, lambda t: t))
+    real, states = segment.end, []
+    monkeypatch.setattr(segment, "end", lambda self: (states.append(gc.isenabled()), real(self)))
+    pair(rows(1).to(machine.on))
+    assert states == [False] and gc.isenabled()
 
 
 def test_a_users_own_error_comes_through(machine: Machine) -> None:

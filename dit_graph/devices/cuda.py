@@ -56,10 +56,7 @@ class CudaSegment(Segment):
         self._before.append(action)
 
     def end(self) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            self._graph.capture_end()
-        self._memory.graphs.append(self._graph)  # an empty one too: the pool lives by its graphs
+        self._close()
         for action in self._before:
             action()
         self._before.clear()
@@ -68,13 +65,19 @@ class CudaSegment(Segment):
 
     def abort(self) -> None:
         self._before.clear()
-        self._memory.graphs.append(self._graph)
+        with suppress(Exception):  # the first cause is on its way out
+            self._close()
+
+    def _close(self) -> None:
+        self._memory.graphs.append(self._graph)  # an empty one too: the pool lives by its graphs
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 self._graph.capture_end()
-        except Exception:  # an invalidated capture; its first cause is on its way out
-            _forget_capture(self._memory.id)
+        except Exception:  # the capture was invalidated
+            with suppress(Exception):  # the first cause goes on
+                _forget_capture(self._memory.id)
+            raise
 
     def __call__(self) -> None:
         self._graph.replay()

@@ -65,6 +65,27 @@ def test_out_of_memory_in_a_capture_is_answered_eagerly(machine: Machine) -> Non
     assert pair.replays == 2
 
 
+def test_old_graphs_that_become_garbage_leave_a_capture_alone() -> None:
+    import gc
+
+    threshold = gc.get_threshold()
+    try:
+        for i in range(6):
+            module = block(64, 2)
+            handle = dit_graph.enable(module)
+            gc.set_threshold(1, 1, 1)
+            for n in (2, 3, 4):
+                for _ in range(4):
+                    module(torch.randn(n, 64, device=CUDA))
+            gc.set_threshold(*threshold)
+            stats = handle.stats()
+            assert stats["eager"] == {} and stats["replays"] == 6, (i, stats)
+            del module, handle  # a cycle with its graphs, never disabled
+    finally:
+        gc.set_threshold(*threshold)
+    assert torch.rand(4, device=CUDA).isfinite().all()
+
+
 def test_calls_on_the_callers_own_stream() -> None:
     module = block()
     twin = copy.deepcopy(module)
