@@ -23,10 +23,15 @@ class Slot:
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         self._owner, self._name, self._call = owner, name, call
         self._before = owner.__dict__.get(name)
-        self.original: Callable[..., Any] = getattr(owner, name)
         self.active = False
         functools.update_wrapper(self, self.original, updated=())
         self.__signature__ = inspect.signature(self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What was there before: a hook's callable, or the class's method as it is now."""
+        before: Callable[..., Any] | None = self._before
+        return plain_method(self._owner, self._name) if before is None else before
 
     def install(self) -> None:
         self.active = True
@@ -51,7 +56,9 @@ class Slot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the owner is compiled as a whole: its code, not ours
-            return self.original(*args, **kwargs)
+            if self._before is not None:
+                return self._before(*args, **kwargs)
+            return getattr(type(self._owner), self._name)(self._owner, *args, **kwargs)
         return self._call(*args, **kwargs) if self.active else self.original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

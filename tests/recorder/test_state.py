@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import dit_graph
 from dit_graph.state import Fingerprint
 from tests.contract import Module, rows
 from tests.pair import Machine, Pair
@@ -345,3 +346,23 @@ def test_a_class_that_is_only_looked_at_stays_the_same() -> None:
     before = Fingerprint(module)
     assert Bare.__annotations__ == {}  # makes the dict
     assert before.first_change() is None
+
+
+def test_a_forward_replaced_on_the_class_is_seen(machine: Machine) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * 2
+
+    net = Net()
+    handle = dit_graph.enable(net, device=machine.device)
+    x = torch.randn(2, 4)
+    for _ in range(4):
+        assert torch.equal(net(x), net.linear(x) * 2)
+    Net.forward = lambda self, x: self.linear(x) * 5  # type: ignore[method-assign]
+    for _ in range(4):
+        assert torch.equal(net(x), net.linear(x) * 5)
+    assert handle.stats()["replays"] == 4
