@@ -1,4 +1,4 @@
-"""Sequences one call: key, decision, copy in, capture or replay, result. Decides nothing itself."""
+"""Sequences one call: key, decision, copy in, capture or replay, result."""
 
 import logging
 import time
@@ -98,7 +98,7 @@ class Runner:
         if self._state.blocker:
             return None, Decision("eager", self._state.blocker)
         if torch.is_grad_enabled() and self._state.needs_grad(call.tensors):
-            return None, Decision("eager", "gradients are needed")
+            return None, Decision("eager", "gradients are needed; call it under torch.no_grad()")
         entry = self.entries.get(call.key)
         if entry is not None and entry.tapes:
             return entry, Decision("replay")
