@@ -18,8 +18,6 @@ class Slot:
     copy shares the slot, which answers for the first owner: call `enable` on the copy.
     """
 
-    _torchdynamo_disable = True  # never traced; what torch.compiler.disable sets
-
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         self._owner, self._name, self._call = owner, name, call
         self._before = owner.__dict__.get(name)
