@@ -20,7 +20,7 @@ from dit_graph.guards import Guard, plain, same
 from dit_graph.homes import is_fresh, place, result_leaf
 from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
-from dit_graph.tape import Break, Tape, Undo
+from dit_graph.tape import Break, Tape, Undo, WholeCall
 from dit_graph.watch import Watch, source_line, undisturbed
 from dit_graph.writes import Writes, whole_of, writes
 
@@ -107,7 +107,18 @@ class Capture:
             if t._version != self._versions[i] or storage_of(t) in self._writes.arguments
         ]
         tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
+        tape.effects = self._effects()
         return out
+
+    def _effects(self) -> str:
+        """Why the forward cannot run twice for one call, or an empty string."""
+        if any(isinstance(step, WholeCall) for step in self.tape.steps):
+            return "a replay is an eager call itself"
+        if self._impure:
+            return f"{self._impure} may have side effects"
+        if self.tape.written_inputs:
+            return "it writes into an argument"
+        return "it writes into what outlives the call" if self.tape.written_outside else ""
 
     def expect_writes(self) -> None:
         """From now on a staged argument whose version moves was written by the forward."""

@@ -1,5 +1,6 @@
 """The frozen choices of one `enable`. Reads nothing from the environment."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -9,6 +10,8 @@ Backend = Literal["breakable", "full", "debug", "eager"]
 DeviceName = Literal["auto", "cuda", "recorder"]
 OnNewShape = Literal["capture", "eager", "error"]
 OnFailure = Literal["eager", "raise"]
+Verify = Literal["first", "always", "off"]
+WhenFaster = Literal["measure", "always"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,22 @@ class GraphConfig:
             second call, `"eager"` and `"error"` do what they say.
         on_failure: `"eager"` answers a failed capture or replay eagerly and counts it,
             `"raise"` lets the error out.
+        strict: raise `NotReplayed` at the first call that is neither replayed, captured nor the
+            first of a signature that will be captured. A call that the gate runs eagerly to time it
+            is allowed; its verdict that eager is as fast is not (`gate="always"` has none).
+        verify: `"first"` compares the first replay of a signature with an eager call on the same
+            inputs, bit for bit, `"always"` every one; the call's answer is the eager one. Where
+            they differ the signature is eager, by name. A recording that writes into what
+            outlives the call, or has a marked break with side effects, is not compared.
+        gate: `"measure"` times replays against eager calls with the device's clock and makes a
+            signature eager whose replay does not win by `min_gain`; `"always"` replays regardless.
+        min_gain: the share of an eager call's time that a replay must save.
+        memory_budget: device memory that the recordings of one `enable` may hold: bytes, a share of
+            the device such as `"10%"`, or None for no limit. The least recently used recordings
+            retire, together with those that share their memory.
+        extra_key: `extra_key(module, arguments)` gives one more value that keeps calls apart, for
+            what a forward reads that is neither an argument nor the module's state, such as a
+            global; `arguments` are the call's by parameter name. Called at every call.
         breaks: `fnmatch` patterns of what stays eager: submodule paths, for example `("*.attn",)`,
             or torch functions by name, for example `("scaled_dot_product_attention",)`.
         max_variants: recordings that one signature may hold, each for other host values; the least
@@ -40,6 +59,12 @@ class GraphConfig:
     on_new_shape: OnNewShape = "capture"
     on_failure: OnFailure = "eager"
     breaks: tuple[str, ...] = ()
+    strict: bool = False
+    verify: Verify = "first"
+    gate: WhenFaster = "measure"
+    min_gain: float = 0.01
+    memory_budget: int | str | None = "10%"
+    extra_key: Callable[[Any, dict[str, Any]], Any] | None = None
     max_variants: int = 8
     max_graphs: int = 64
 
@@ -53,6 +78,30 @@ class GraphConfig:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
             if all(isinstance(k, str) for k in known) and known and value not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+        if type(self.strict) is not bool:
+            raise ConfigError(f"strict must be True or False, got {self.strict!r}")
+        gain = self.min_gain
+        if type(gain) not in (int, float) or not 0 <= gain < 1:
+            raise ConfigError(f"min_gain must be a share from 0 to below 1, got {gain!r}")
+        if self.extra_key is not None and not callable(self.extra_key):
+            raise ConfigError(f"extra_key must be a function or None, got {self.extra_key!r}")
+        self.budget_on(1)
+
+    def budget_on(self, total: int) -> int | None:
+        """`memory_budget` in bytes on a device of `total` bytes; None for no limit."""
+        budget = self.memory_budget
+        if budget is None or (type(budget) is int and budget > 0):
+            return budget
+        if isinstance(budget, str) and budget.endswith("%"):
+            try:
+                share = float(budget[:-1])
+            except ValueError:
+                share = 0.0
+            if 0 < share <= 100:
+                return int(total * share / 100)
+        raise ConfigError(
+            f'memory_budget must be bytes, a share such as "10%", or None; got {budget!r}'
+        )
 
     @classmethod
     def of(cls, config: "GraphConfig | None", options: dict[str, Any]) -> "GraphConfig":

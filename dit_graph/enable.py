@@ -2,7 +2,6 @@
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,92 +9,13 @@ import torch
 
 from dit_graph.config import GraphConfig
 from dit_graph.devices import device_named
-from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, Unsupported
-from dit_graph.key import Signature
+from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, NotReplayed
+from dit_graph.install import Install, switched_off
 from dit_graph.modes.denoise import Pictures, denoisers, warm_module, warm_pipeline
 from dit_graph.pool import Pool
 from dit_graph.report import render, totals
-from dit_graph.runner import Runner
-from dit_graph.slot import Slot
 
 log = logging.getLogger("dit_graph")
-
-
-class Install:
-    """One module's slot and the Runner behind it, shared by every handle that covers the module."""
-
-    def __init__(self, name: str, module: torch.nn.Module, handle: "Handle") -> None:
-        self.name = name
-        self.module = module
-        self.config = handle.config
-        self.handles = [handle]
-        self.runner: Runner | None = None
-        self.eager: Counter[str] = Counter()  # calls before a device was there
-        self.notes: list[str] = []
-        self._pool = handle
-        self._signature = Signature(module.forward)
-        device = device_of(module, self.config.device)
-        if self.config.device != "auto" or device.type == "cuda":
-            self._resolve(device)
-        else:
-            log.warning("dit_graph: %s runs eagerly: %s", name, _no_gpu(device))
-        self._slot = Slot(module, "forward", self)
-        self._slot.install()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.runner is None:
-            first = next(self.module.parameters(), None)
-            device = torch.device("cpu") if first is None else first.device
-            if device.type != "cuda":
-                self.eager[_no_gpu(device)] += 1
-                return self._slot.original(*args, **kwargs)
-            self._resolve(device)
-        assert self.runner is not None
-        return self.runner(*args, **kwargs)
-
-    def _resolve(self, on: torch.device) -> None:
-        pool = self._pool.pool_on(on)
-        self.runner = Runner(
-            self.name,
-            self.module,
-            self._original,
-            self._signature,
-            self.config,
-            pool,
-            self._pictures,
-        )
-
-    def _original(self, *args: Any, **kwargs: Any) -> Any:
-        return self._slot.original(*args, **kwargs)
-
-    def _pictures(self) -> int | None:
-        """The last picture that any pipeline began; None to compare at every call."""
-        alive = [handle.pictures for handle in self.handles if handle.pictures.target_is_alive]
-        numbers = [pictures() for pictures in alive]
-        begun = [number for number in numbers if number is not None]
-        if len(begun) < len(numbers) or any(pictures.watching for pictures in alive):
-            return None
-        return max(begun, default=None)
-
-    def check(self) -> None:
-        """Go back in where another library's hook took the slot away."""
-        if self._slot.leads_here():
-            return
-        note = f"the slot of {self.name} was taken away by another hook; installed again"
-        self.notes.append(note)
-        log.warning("dit_graph: %s", note)
-        self._slot.active = False
-        self._slot = Slot(self.module, "forward", self)
-        self._slot.install()
-
-    @property
-    def installed(self) -> bool:
-        return self._slot.leads_here()
-
-    def remove(self) -> None:
-        self._slot.remove()
-        if self.runner is not None:
-            self.runner.pool.release()
 
 
 class Handle:
@@ -113,7 +33,9 @@ class Handle:
         """The pool that all runners of this handle share, made for `device` when first asked."""
         if self._pool is None:
             name = "cuda" if self.config.device == "auto" else self.config.device
-            self._pool = Pool(device_named(name, device), self.config.max_graphs)
+            found = device_named(name, device)
+            budget = self.config.budget_on(found.total_bytes())
+            self._pool = Pool(found, self.config.max_graphs, budget)
         return self._pool
 
     def new_picture(self) -> None:
@@ -146,6 +68,9 @@ class Handle:
         module = isinstance(target, torch.nn.Module)
         if (sizes is None) == (inputs is None) or module != (inputs is not None):
             raise ConfigError("warmup takes sizes for a pipeline, inputs for a bare module")
+        if switched_off():
+            log.warning("dit_graph: nothing is recorded by warmup: %s", switched_off())
+            return
         runners = [i.runner for i in self.installs.values() if i.runner is not None]
         for runner in runners:
             runner.warming = True
@@ -202,20 +127,27 @@ class Handle:
         return target
 
     def _check(self) -> None:
-        for install in self.installs.values():
-            install.check()
-        for note in self._replaced():
+        """A picture begins: does every call still lead here?"""
+        if switched_off():
+            return
+        notes = [note for install in self.installs.values() if (note := install.check())]
+        notes += self._replaced()
+        for note in notes:
             log.warning("dit_graph: %s", note)
+        if notes and self.config.strict:
+            raise NotReplayed("; ".join(notes))
 
     def _replaced(self) -> list[str]:
         target = self._target()
         if target is None or isinstance(target, torch.nn.Module):
             return []
-        return [
-            f"not installed: {name} was replaced after enable; call enable again"
-            for name, install in self.installs.items()
-            if getattr(target, name, None) is not install.module
-        ]
+        found = []
+        for name, install in self.installs.items():
+            now = getattr(target, name, None)
+            if now is not install.module:
+                by = f" by {type(now).__name__}"
+                found.append(f"not installed: {name} was replaced{by} after enable; enable again")
+        return found
 
 
 # the module keeps its install (slot → install → handle), so both go when the module goes
@@ -238,6 +170,8 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
         AlreadyEnabled: a module is graphed with another config.
         ConfigError: an option or the target cannot work.
         Unsupported: the allocator has no graph pools, or a module is spread over devices.
+
+    With `DIT_GRAPH_DISABLE=1` in the environment every call is the plain one, whatever was enabled.
     """
     chosen = GraphConfig.of(config, options)
     known = _handle_of(pipe_or_module)
@@ -283,18 +217,3 @@ def disable(target: Any) -> None:
 def _handle_of(target: Any) -> Handle | None:
     handle = _handles.get(id(target))
     return handle if handle is not None and handle.is_of(target) else None
-
-
-def device_of(module: torch.nn.Module, wanted: str = "auto") -> torch.device:
-    """The one device of a module's tensors. Raises Unsupported when there are several."""
-    devices = {t.device for t in [*module.parameters(), *module.buffers()]}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise Unsupported(f"{type(module).__name__} is spread over {names}; one device is needed")
-    if not devices and wanted == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return next(iter(devices), torch.device("cpu"))
-
-
-def _no_gpu(device: torch.device) -> str:
-    return f'the module is on {device}, where nothing is recorded (device="recorder" does)'

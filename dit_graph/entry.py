@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dit_graph.key import GraphKey
+from dit_graph.misses import miss
+from dit_graph.proof import Proof
 from dit_graph.tape import Tape
 
 Action = Literal["cold", "capture", "replay", "eager"]
@@ -36,8 +38,13 @@ class Entry:
     replays: int = 0
     eager: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
+    proof: Proof = field(default_factory=Proof)
+    differs: str = ""  # from the nearest recorded key, when it first came
 
     def decide(self) -> Decision:
+        gate = self.proof.gate if self.tapes else None
+        if gate is not None and (slower := gate.slower()):
+            self.block(slower)
         if self.blocked:
             return Decision("eager", self.blocked)
         if self.tapes:
@@ -93,6 +100,11 @@ class Entry:
         self.eager += other.eager
 
     @property
+    def verdict(self) -> str:
+        """What comparisons with eager have shown, or an empty string."""
+        return self.proof.text
+
+    @property
     def state(self) -> str:
         if self.blocked:
             return f"eager: {self.blocked}"
@@ -106,17 +118,23 @@ class Entries(dict[GraphKey, Entry]):
         super().__init__()
         self.forgotten = Entry("forgotten keys")  # the counts of keys that made room
 
-    def new(self, key: GraphKey) -> Entry:
+    def new(self, key: GraphKey, proof: Proof) -> Entry:
         idle = [key for key, entry in self.items() if not entry.tapes]
         for old in idle[: max(0, len(self) + 1 - MAX_KEYS)]:
             self.forgotten.add(self.pop(old))
-        self[key] = entry = Entry(key.describe())
+        self[key] = entry = Entry(key.describe(), proof=proof)
+        entry.differs = self.miss(key)
         return entry
+
+    def miss(self, key: GraphKey) -> str:
+        """Where a key differs from the nearest one that is recorded."""
+        return miss(key, [other for other, entry in self.items() if entry.tapes])
 
     def retire(self, unblock: bool) -> None:
         """Let go of every recording; `unblock` gives blocked keys another chance."""
         for entry in self.values():
             entry.retire()
+            entry.proof = entry.proof.again()
             if unblock:
                 entry.blocked, entry.attempts = "", 0
 

@@ -6,6 +6,8 @@ DitGraphError
 ├── NotEnabled             disable or a handle's method met a target that is not graphed
 ├── Unsupported            this module or machine cannot be graphed at all
 ├── NewShape               on_new_shape="error" met a signature that was not warmed up
+├── NotReplayed            strict=True met a call that was answered eagerly
+├── DeviceFailed           the device failed in a capture or replay and answers nothing any more
 ├── BreakResultChanged     a marked break gave a result of another form than at capture
 ├── GuardMismatch          a recorded value differs in this call (handled by the runner)
 └── CaptureError           a forward could not be recorded (handled by the runner)
@@ -36,6 +38,14 @@ class Unsupported(DitGraphError, RuntimeError):
 
 class NewShape(DitGraphError, RuntimeError):
     """A signature arrived that was not warmed up, and on_new_shape is "error"."""
+
+
+class NotReplayed(DitGraphError, RuntimeError):
+    """A call was neither replayed nor recorded, and strict is on; the message is the reason."""
+
+
+class DeviceFailed(DitGraphError, RuntimeError):
+    """The device failed for good, as after an illegal address; the first cause is `__cause__`."""
 
 
 class _AtReplay(DitGraphError, RuntimeError):

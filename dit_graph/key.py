@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +23,23 @@ _PLAIN = (
 )  # fmt: skip
 
 
+class Context(NamedTuple):
+    """What else decides which kernels run, by the name that a message gives it."""
+
+    grad_mode: bool
+    inference_mode: bool
+    autocast_on_cuda: Any  # the dtype, False when off
+    autocast_on_cpu: Any
+    autocast_cache: bool
+    default_dtype: torch.dtype
+    deterministic: tuple[bool, ...]
+    cudnn: tuple[bool, ...]
+    sdpa_backends: tuple[bool, ...]
+    reduced_precision: tuple[Any, ...]
+    attention_backend: Any
+    extra_key: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class GraphKey:
     """One bucket: argument structure, tensor specs, values of everything else, and the context.
@@ -33,7 +50,7 @@ class GraphKey:
 
     spec: Any
     leaves: tuple[Any, ...]
-    context: tuple[Any, ...]
+    context: Context
 
     def without_values(self) -> "GraphKey":
         """The key with every plain value left out: what stays the same when only they vary."""
@@ -58,26 +75,48 @@ class Signature:
     def name(self, index: int) -> str:
         return self.names[index] if index < len(self.names) else f"*{index}"
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
-        """The call as names and values. Raises Unkeyable when a value cannot be compared."""
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The call's arguments by parameter name."""
+        return {self.name(i): value for i, value in enumerate(args)} | kwargs
+
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], extra: Callable[..., Any] | None = None
+    ) -> "Call":
+        """The call as names and values; `extra` makes one more value of its arguments.
+
+        Raises Unkeyable when a value cannot be compared.
+        """
         named = {self.name(i): value for i, value in enumerate(args)} if args else {}
         if not named.keys().isdisjoint(kwargs):
             raise Unkeyable("an argument is given twice")  # the model raises its own TypeError
         named |= kwargs
-        return Call(dict(sorted(named.items())), [self.name(i) for i in range(len(args))])
+        more = None if extra is None else extra(named)
+        return Call(dict(sorted(named.items())), [self.name(i) for i in range(len(args))], more)
 
 
 class Call:
     """One call's arguments by name, their tensors in a fixed order, and the key they make."""
 
-    def __init__(self, arguments: dict[str, Any], positional: list[str]) -> None:
+    def __init__(self, arguments: dict[str, Any], positional: list[str], extra: Any = None) -> None:
         self.arguments = arguments
         self.positional = positional
         self.tensors: list[torch.Tensor] = []
         self._records: list[tuple[Any, list[Any]]] = []  # dataclass arguments and what they held
         leaves, self._spec = pytree.tree_flatten(arguments)
         self._leaves = leaves
-        self.key = GraphKey(self._spec, tuple(map(self._leaf, leaves)), context())
+        self.key = GraphKey(self._spec, tuple(map(self._leaf, leaves)), context(self._extra(extra)))
+
+    def _extra(self, value: Any) -> tuple[Any, ...] | None:
+        """The value of `extra_key`, compared as deeply as an argument."""
+        if value is None:
+            return None
+        leaves, spec = pytree.tree_flatten(value)
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise Unkeyable("extra_key returned a tensor; return a plain value")
+        try:
+            return (spec, *map(self._leaf, leaves))
+        except Unkeyable as error:
+            raise Unkeyable(f"extra_key returned {value!r}: {error}") from error
 
     def _leaf(self, value: Any) -> tuple[Any, ...]:
         kind = type(value)
@@ -153,23 +192,30 @@ def _without_value(leaf: tuple[Any, ...]) -> tuple[Any, ...]:
     return leaf[:1]
 
 
-def context() -> tuple[Any, ...]:
-    """What else decides which kernels run: grad and inference mode, autocast, determinism, SDPA."""
+def context(extra: Any = None) -> Context:
+    """The modes and switches as they are on this thread now."""
     cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    return (
+    blas, cudnn = torch.backends.cuda, torch._C
+    return Context(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         cuda and torch.get_autocast_dtype("cuda"),
         cpu and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.cuda.matmul.allow_tf32,
+        (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        (cudnn._get_cudnn_enabled(), cudnn._get_cudnn_deterministic(),
+         cudnn._get_cudnn_benchmark()),
+        (blas.flash_sdp_enabled(), blas.mem_efficient_sdp_enabled(), blas.math_sdp_enabled(),
+         blas.cudnn_sdp_enabled()),
+        (blas.matmul.allow_tf32, blas.matmul.allow_fp16_reduced_precision_reduction,
+         blas.matmul.allow_bf16_reduced_precision_reduction, cudnn._get_cudnn_allow_tf32()),
         _attention_backend(),
-    )
+        extra,
+    )  # fmt: skip
 
 
 def _attention_backend() -> Any:

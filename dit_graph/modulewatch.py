@@ -74,6 +74,10 @@ class ModuleWatcher:
         first = table.get(name)
         return self._module.training, None if first is None else (first.dtype, first.data_ptr())
 
+    def moved(self) -> bool:
+        """Whether the module differs from what was compared last, inside a call too."""
+        return self._known is None or self._known.first_change() is not None
+
     def wrote(self, place: str) -> bool:
         """Whether it is the forward itself that writes there."""
         return place in self._written

@@ -18,21 +18,36 @@ class Generation:
         self.held: list[tuple[Entry, Tape]] = []
         self.recordings = 0
         self.last_used = 0
+        self.bytes = 0  # at the last measurement, staged inputs included
+
+    @property
+    def alive(self) -> bool:
+        return any(tape in entry.tapes for entry, tape in self.held)
+
+    def measure(self) -> int:
+        static = {id(entry): entry.static for entry, tape in self.held if tape in entry.tapes}
+        self.bytes = self.memory.bytes + sum(s.bytes for s in static.values() if s is not None)
+        return self.bytes
 
 
 class Pool:
     """What the runners of one pipeline share: the lock, the generations, the order of streams.
 
     Args:
-        max_graphs: recordings that may be alive; half of them go to one generation, and when both
-            are full the least recently used one retires.
+        max_graphs: recordings that may be alive; half of them go to one generation, and when there
+            are more the least recently used generation retires.
+        budget: bytes that all generations may hold, measured on the device after each recording;
+            None for no limit. A generation takes no more recordings past a quarter of it, so that
+            what retires is a part. A twentieth of the device stays free beside it, for what else a
+            pipeline runs (the VAE).
     """
 
-    def __init__(self, device: Device, max_graphs: int) -> None:
+    def __init__(self, device: Device, max_graphs: int, budget: int | None = None) -> None:
         self.device = device
         self.lock = threading.RLock()
-        self._per_generation = max(1, max_graphs // 2)
-        self._kept = min(2, max_graphs)
+        self.crowded = False  # the last recording pushed another out
+        self._most = max_graphs
+        self._budget = budget
         self._generations: list[Generation] = []
         self._open: Generation | None = None
         self._clock = 0
@@ -53,18 +68,74 @@ class Pool:
                 self._mark = self.device.mark()
 
     def generation(self) -> Generation:
-        """Where the next recording goes; retires the least recently used one when all are full."""
-        if self._open is None or self._open.recordings >= self._per_generation:
-            if len(self._generations) >= self._kept:
-                self.retire(min(self._generations, key=lambda g: g.last_used))
+        """Where the next recording goes; the least recently used one makes room."""
+        self.crowded = False
+        if self._open is None or self._is_full(self._open):
+            for old in self._least_used_first():
+                if self._recordings() + 1 > self._most:
+                    self._push_out(old)
             self._open = Generation(self.device)
             self._generations.append(self._open)
         self._open.recordings += 1
         self.touch(self._open)
         return self._open
 
-    def touch(self, generation: Generation) -> None:
+    def _recordings(self) -> int:
+        return sum(generation.recordings for generation in self._generations)
+
+    def _is_full(self, generation: Generation) -> bool:
+        past = self._budget is not None and generation.bytes > self._budget / 4
+        return past or generation.recordings >= max(1, self._most // 2)
+
+    def _least_used_first(self) -> list[Generation]:
+        return sorted(self._generations, key=lambda generation: generation.last_used)
+
+    def _push_out(self, generation: Generation) -> None:
+        self.retire(generation)
+        self.crowded = True
+
+    def fit(self, generation: Generation) -> str:
+        """After a recording: retire others until the budget holds.
+
+        Returns why the recording itself cannot stay, or an empty string.
+        """
+        if self._budget is None:
+            return ""
+        generation.measure()
+        for old in self._least_used_first():
+            if old is not generation and self._taken() > self._limit():
+                self._push_out(old)
+        limit = self._limit()
+        if self._taken() <= limit:
+            return ""
+        size, alone = generation.bytes, len(generation.held) == 1
+        self.retire(generation)
+        self.crowded = True
+        if not alone:
+            return "again"
+        return (
+            f"this recording takes {_mib(size)}, and memory_budget and a twentieth of the device"
+            f" kept free leave {_mib(limit)}"
+        )
+
+    def _limit(self) -> int:
+        assert self._budget is not None
+        free, total = self.device.free_bytes(), self.device.total_bytes()
+        return max(0, min(self._budget, self._taken() + free - total // 20))
+
+    def _taken(self) -> int:
+        return sum(generation.bytes for generation in self._generations)
+
+    @property
+    def idle(self) -> int:
+        """For how many calls the recordings that would make room have not been used."""
+        return self._clock - min((g.last_used for g in self._generations), default=self._clock)
+
+    def tick(self) -> None:
+        """A call came."""
         self._clock += 1
+
+    def touch(self, generation: Generation) -> None:
         generation.last_used = self._clock
 
     def close(self, generation: Generation) -> None:
@@ -83,14 +154,27 @@ class Pool:
         if self._open is generation:
             self._open = None
 
-    def release(self) -> None:
-        """Retire everything."""
+    def sweep(self) -> None:
+        """Give back the memory of generations that no recording needs any more."""
+        for generation in list(self._generations):
+            if generation.held and not generation.alive:
+                self.retire(generation)
+
+    def release(self) -> bool:
+        """Retire everything; returns whether there was anything."""
         with self.lock:
+            held = bool(self._generations)
             for generation in list(self._generations):
                 self.retire(generation)
             self._mark = None
+        return held
 
     @property
     def bytes(self) -> int:
+        """Bytes of graph memory on the device, without the staged inputs."""
         with self.lock:
             return sum(generation.memory.bytes for generation in self._generations)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"

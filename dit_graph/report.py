@@ -41,8 +41,8 @@ def _install(install: Any) -> Iterator[str]:
     yield f"{install.name} ({type(install.module).__name__}) on {where}, {install.config.backend}"
     if not install.installed:
         yield "  ! not installed: another hook took the slot away"
-    if getattr(install.module, "_compiled_call_impl", None) is not None:
-        yield "  ! compiled as a whole: its compiled code runs, not the recordings"
+    if install.compiled_over:
+        yield f"  ! {install.compiled_over}"
     for note in install.notes:
         yield f"  ! {note}"
     eager = install.eager + (runner.refused if runner else Counter())
@@ -62,6 +62,10 @@ def _entry(entry: Entry) -> Iterator[str]:
         f" replays {entry.replays}, variants {len(entry.tapes)},"
         f" inputs {entry.static.bytes if entry.static else 0} bytes"
     )
+    if entry.differs:
+        yield f"    differs from the nearest recorded: {entry.differs}"
+    if entry.verdict:
+        yield f"    shown: {entry.verdict}"
     for reason, count in entry.eager.items():
         yield f"    eager {count}: {reason}"
     for i, tape in enumerate(entry.tapes):

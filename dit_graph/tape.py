@@ -107,6 +107,8 @@ class Tape:
     spec: Any = None
     random_before_guard: bool = False
     unrestartable: str = ""
+    effects: str = ""  # why a call and its replay cannot both be run
+    compared: bool = False  # with an eager call, bit for bit
     generation: Any = None
 
     def run(self, undo: "Undo") -> None:

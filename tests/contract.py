@@ -595,7 +595,7 @@ def test_a_changed_break_result_raises_when_asked(machine: Machine) -> None:
     sizes = iter([2, 2, 2, 1])
     unsteady = eager_on_graph(pure=True)(lambda h: h[: next(sizes)])
     module = Module(lambda m, x: unsteady(m.linear(x)) * 2).to(machine.on)
-    dit_graph.enable(module, device=machine.device, on_failure="raise")
+    dit_graph.enable(module, device=machine.device, on_failure="raise", verify="off")
     for i in range(3):
         module(rows(i).to(machine.on))
     with pytest.raises(dit_graph.BreakResultChanged, match="tensor was"):

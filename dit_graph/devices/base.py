@@ -14,6 +14,13 @@ def with_bits_of(t: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(twin) if t.is_neg() else twin
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised from or while handling, says that memory has run out."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 class Segment(ABC):
     """A run of device operations that replays as one launch.
 
@@ -61,6 +68,20 @@ class Memory(ABC):
         """Give everything back; no segment of it is replayed after this."""
 
 
+class Timer(ABC):
+    """Times what is launched on the current stream between `start` and `stop`."""
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    @abstractmethod
+    def ms(self) -> float | None:
+        """Milliseconds of device time; None while the device has not come to the end. No wait."""
+
+
 class Device(ABC):
     """One kind of device. Stateless but for its streams."""
 
@@ -103,6 +124,22 @@ class Device(ABC):
     @abstractmethod
     def trim(self) -> None:
         """Give unused cached memory back to the device."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """The memory of the device."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """What is free on the device or kept unused by its allocator."""
+
+    @abstractmethod
+    def timer(self) -> Timer | None:
+        """A new timer; None where time says nothing about the device."""
+
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether the device answers nothing any more, as after an illegal address. Waits."""
 
     @abstractmethod
     def mark(self) -> Any:

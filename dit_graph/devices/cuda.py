@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.devices.base import Device, Memory, Segment, with_bits_of
+from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
 from dit_graph.errors import Unsupported
 
 
@@ -111,6 +111,23 @@ class _Bytes:
         }
 
 
+class CudaTimer(Timer):
+    """Two events; elapsed time is that of the device, gaps between launches included."""
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def start(self) -> None:
+        self._events[0].record()
+
+    def stop(self) -> None:
+        self._events[1].record()
+
+    def ms(self) -> float | None:
+        first, last = self._events
+        return first.elapsed_time(last) if last.query() else None
+
+
 _STREAMS: dict[int, torch.cuda.Stream] = {}
 _ALONE = threading.RLock()
 """Cold calls and captures share one stream a device, so that its library workspaces exist once."""
@@ -172,6 +189,23 @@ class Cuda(Device):
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.on)[1])
+
+    def free_bytes(self) -> int:
+        unused = torch.cuda.memory_reserved(self.on) - torch.cuda.memory_allocated(self.on)
+        return int(torch.cuda.mem_get_info(self.on)[0]) + unused
+
+    def timer(self) -> CudaTimer:
+        return CudaTimer()
+
+    def failed(self) -> bool:
+        try:
+            torch.cuda.synchronize(self.on)
+        except Exception:
+            return True
+        return False
 
     def mark(self) -> Any:
         stream = torch.cuda.current_stream(self.on)

@@ -7,16 +7,17 @@ from outside the call, which stand for CPU scalars.
 """
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.devices.base import Device, Memory, Segment, with_bits_of
+from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
 from dit_graph.errors import Unsupported
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
@@ -27,7 +28,10 @@ _UNWRITTEN = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_st
 class Arena(Memory):
     """Blocks of bytes from large chunks; first fit, so that freed memory is re-used at once."""
 
+    alive: ClassVar["weakref.WeakSet[Arena]"] = weakref.WeakSet()
+
     def __init__(self) -> None:
+        self.alive.add(self)
         self._chunks: list[Any] = []
         self._free: list[tuple[int, int, int]] = []  # (chunk, offset, size)
 
@@ -48,6 +52,11 @@ class Arena(Memory):
                 self._free[i : i + 1] = rest
                 break
         else:
+            taken, capacity = sum(arena.bytes for arena in self.alive), Recorder.capacity
+            if capacity is not None and taken + max(need, _CHUNK) > capacity:
+                raise torch.OutOfMemoryError(
+                    f"the recorder has {capacity} bytes, {taken} of them taken; {need} were wanted"
+                )
             raw = np.empty(max(need, _CHUNK) + _ALIGN, np.uint8)
             skip = -raw.ctypes.data % _ALIGN
             self._chunks.append(raw[skip : skip + max(need, _CHUNK)])
@@ -150,10 +159,37 @@ def weak(t: torch.Tensor) -> torch.Tensor:
     return with_bits_of(t, twin)
 
 
+class ClockTimer(Timer):
+    """Readings of a clock in milliseconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._readings: list[float] = []
+
+    def start(self) -> None:
+        self._readings = [self._clock()]
+
+    def stop(self) -> None:
+        self._readings.append(self._clock())
+
+    def ms(self) -> float | None:
+        return self._readings[1] - self._readings[0]
+
+
 class Recorder(Device):
+    """What stands for a device's limits can be set from outside: the tests do.
+
+    `capacity` is the memory that all arenas may take together in bytes; `clock` gives the device's
+    time in milliseconds (replays on a CPU take longer than eager calls, so there is none by
+    default); `broken` stands for a device that answers nothing any more.
+    """
+
     name = "recorder"
     type = "cpu"
     host_type = None
+    capacity: int | None = None
+    clock: Callable[[], float] | None = None
+    broken = False
 
     def __init__(self, on: torch.device) -> None:
         self.on = on
@@ -188,6 +224,18 @@ class Recorder(Device):
 
     def trim(self) -> None:
         pass
+
+    def total_bytes(self) -> int:
+        return self.capacity or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def free_bytes(self) -> int:
+        return self.total_bytes() - sum(arena.bytes for arena in Arena.alive)
+
+    def timer(self) -> ClockTimer | None:
+        return ClockTimer(self.clock) if self.clock is not None else None
+
+    def failed(self) -> bool:
+        return self.broken
 
     def mark(self) -> Any:
         return None

@@ -269,11 +269,11 @@ def test_public_names() -> None:
 
 
 LAYERS = [
-    {"errors"}, {"breaks", "config", "guards", "slot", "buffers"},
-    {"key", "tape", "places"}, {"walk", "blockers"}, {"state"},
-    {"varying", "modulewatch", "devices", "entry"}, {"kinds"}, {"watch", "writes"},
+    {"errors"}, {"breaks", "config", "guards", "slot", "buffers", "recent"},
+    {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
+    {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds"}, {"watch", "writes"},
     {"opaque", "homes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"modes"},
-    {"enable"},
+    {"install"}, {"enable"},
 ]  # fmt: skip
 
 

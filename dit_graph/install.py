@@ -1,0 +1,140 @@
+"""One module's place in front of its forward: who shares it, and whether calls still lead there."""
+
+import logging
+import os
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+
+from dit_graph.config import GraphConfig
+from dit_graph.errors import NotReplayed, Unsupported
+from dit_graph.key import Signature
+from dit_graph.modes.denoise import Pictures
+from dit_graph.pool import Pool
+from dit_graph.runner import Runner
+from dit_graph.slot import Slot
+
+log = logging.getLogger("dit_graph")
+
+
+def switched_off() -> str:
+    """Why nothing is graphed in this process now, or an empty string."""
+    value = os.environ.get("DIT_GRAPH_DISABLE", "")
+    return "" if value in ("", "0") else f"DIT_GRAPH_DISABLE={value} is set"
+
+
+class Sharer(Protocol):
+    """What an install asks of the handles that cover its module."""
+
+    config: GraphConfig
+    pictures: Pictures
+
+    def pool_on(self, device: torch.device) -> Pool: ...
+
+
+class Install:
+    """One module's slot and the Runner behind it, shared by every handle that covers the module."""
+
+    def __init__(self, name: str, module: torch.nn.Module, handle: Sharer) -> None:
+        self.name = name
+        self.module = module
+        self.config = handle.config
+        self.handles = [handle]
+        self.runner: Runner | None = None
+        self.eager: Counter[str] = Counter()  # calls that never reached a runner
+        self.notes: list[str] = []
+        self._said: set[str] = set()
+        self._pool = handle
+        self._signature = Signature(module.forward)
+        if reason := switched_off() or self._resolve(device_of(module, self.config.device)):
+            self._say(reason)
+        self._slot = Slot(module, "forward", self)
+        self._slot.install()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if reason := switched_off() or (self.runner is None and self._resolve(self._device())):
+            self._say(reason)
+            self.eager[reason] += 1
+            if self.config.strict and not switched_off():
+                raise NotReplayed(f"{self.name}: {reason}")
+            return self._slot.original(*args, **kwargs)
+        assert self.runner is not None
+        return self.runner(*args, **kwargs)
+
+    def _device(self) -> torch.device:
+        first = next(self.module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def _resolve(self, on: torch.device) -> str:
+        """Make the runner; returns why there is none on this device."""
+        if self.config.device == "auto" and on.type != "cuda":
+            return f'the module is on {on}, where nothing is recorded (device="recorder" does)'
+        pool = self._pool.pool_on(on)
+        with pool.lock:
+            if self.runner is None:
+                self.runner = Runner(
+                    self.name,
+                    self.module,
+                    self._original,
+                    self._signature,
+                    self.config,
+                    pool,
+                    self._pictures,
+                )
+        return ""
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning("dit_graph: %s runs eagerly: %s", self.name, reason)
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        return self._slot.original(*args, **kwargs)
+
+    def _pictures(self) -> int | None:
+        """The last picture that any pipeline began; None to compare at every call."""
+        alive = [handle.pictures for handle in self.handles if handle.pictures.target_is_alive]
+        numbers = [pictures() for pictures in alive]
+        begun = [number for number in numbers if number is not None]
+        if len(begun) < len(numbers) or any(pictures.watching for pictures in alive):
+            return None
+        return max(begun, default=None)
+
+    def check(self) -> str:
+        """Go back in where another library's hook took the slot away. Returns what was found."""
+        if not self._slot.leads_here():
+            self._slot.active = False
+            self._slot = Slot(self.module, "forward", self)
+            self._slot.install()
+            note = f"the slot of {self.name} was taken away by another hook; installed again"
+            self.notes.append(note)
+            return note
+        return self.compiled_over and f"{self.name} is {self.compiled_over}"
+
+    @property
+    def compiled_over(self) -> str:
+        """That `module.compile()` runs its own code in place of ours, or an empty string."""
+        if getattr(self.module, "_compiled_call_impl", None) is None:
+            return ""
+        return "compiled as a whole: its compiled code runs, not the recordings"
+
+    @property
+    def installed(self) -> bool:
+        return self._slot.leads_here()
+
+    def remove(self) -> None:
+        self._slot.remove()
+        if self.runner is not None:
+            self.runner.pool.release()
+
+
+def device_of(module: torch.nn.Module, wanted: str = "auto") -> torch.device:
+    """The one device of a module's tensors. Raises Unsupported when there are several."""
+    devices = {t.device for t in [*module.parameters(), *module.buffers()]}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(f"{type(module).__name__} is spread over {names}; one device is needed")
+    if not devices and wanted == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return next(iter(devices), torch.device("cpu"))

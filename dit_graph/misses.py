@@ -1,0 +1,84 @@
+"""Says in which field a call differs from the nearest one that was recorded."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dit_graph.key import Context, GraphKey
+
+_ABSENT = ("absent",)
+
+
+def miss(key: GraphKey, recorded: Iterable[GraphKey]) -> str:
+    """For example `hidden_states dim 1: 1024 vs 4096`: this call against the nearest recorded one.
+
+    Empty when nothing was recorded yet.
+    """
+    found = [differences(key, other) for other in recorded]
+    return "; ".join(sorted(found, key=len)[0]) if found else ""
+
+
+def differences(key: GraphKey, other: GraphKey) -> list[str]:
+    """Every field in which two keys differ, by the name of the argument."""
+    mine, its = _fields(key), _fields(other)
+    found = []
+    for name in dict.fromkeys([*mine, *its]):
+        a, b = mine.get(name, _ABSENT), its.get(name, _ABSENT)
+        if a != b:
+            found += _leaf(name, a, b)
+    pairs = zip(Context._fields, key.context, other.context)
+    found += [
+        f"{name.replace('_', ' ')}: {_plain(a)} vs {_plain(b)}" for name, a, b in pairs if a != b
+    ]
+    return found or ["the argument structure"]
+
+
+def _fields(key: GraphKey) -> dict[str, tuple[Any, ...]]:
+    """The leaves of a key by path, for example `joint_attention_kwargs['scale']`."""
+    numbered = pytree.tree_unflatten(list(range(len(key.leaves))), key.spec)
+    return {
+        f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}": key.leaves[i]
+        for path, i in pytree.tree_flatten_with_path(numbered)[0]
+    }
+
+
+def _leaf(name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> list[str]:
+    if a[0] != "tensor" or b[0] != "tensor":
+        return [f"{name}: {_value(a)} vs {_value(b)}"]
+    (_, shape, stride, dtype, device), (_, shape_b, stride_b, dtype_b, device_b) = a, b
+    if len(shape) != len(shape_b):
+        found = [f"{name} has {len(shape)} dimensions vs {len(shape_b)}"]
+    else:
+        sizes = enumerate(zip(shape, shape_b))
+        found = [f"{name} dim {i}: {m} vs {n}" for i, (m, n) in sizes if m != n]
+    if not found and stride != stride_b:
+        found.append(f"{name} strides: {stride} vs {stride_b}")
+    if dtype != dtype_b:
+        found.append(f"{name} dtype: {_plain(dtype)} vs {_plain(dtype_b)}")
+    if device != device_b:
+        found.append(f"{name} device: {device} vs {device_b}")
+    return found
+
+
+def _value(leaf: tuple[Any, ...]) -> str:
+    """A leaf of a key as people write it; see `Call` for their form."""
+    if leaf is _ABSENT:
+        return "not given"
+    if leaf[0] == "tensor":
+        return f"a tensor {tuple(leaf[1])}"
+    kind = leaf[0]
+    if kind is type(None):
+        return "None"
+    if kind is float:
+        return str(leaf[1])
+    if kind in (bool, str):
+        return repr(leaf[1])
+    return f"{leaf[1]!r}" if kind is int else f"{kind.__name__} {_plain(leaf[1])}"
+
+
+def _plain(value: Any) -> str:
+    text = str(value) if isinstance(value, torch.dtype) else repr(value)
+    text = text.removeprefix("torch.")
+    return text if len(text) <= 60 else f"{text[:57]}..."
