@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.contract", "tests.proving")
+
 torch.set_num_threads(1)  # tiny models: a second thread only waits
 
 

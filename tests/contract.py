@@ -14,7 +14,7 @@ from torch import nn
 import dit_graph
 from dit_graph import break_graph, current_call, eager_on_graph
 from tests.families import FAMILIES
-from tests.pair import Machine
+from tests.pair import PLAIN, Machine
 
 
 class Module(nn.Module):
@@ -182,12 +182,12 @@ def compiled_block(machine: Machine, order: str) -> tuple[bool, int, int]:
     twin = copy.deepcopy(module).to(machine.on)
     module.to(machine.on)
     if order == "enable first":
-        handle = dit_graph.enable(module, device=machine.device)
+        handle = dit_graph.enable(module, device=machine.device, **PLAIN)
     for m in (module, twin):
         for block in m.blocks:
             block.compile(fullgraph=True, backend=backend)
     if order == "compile first":
-        handle = dit_graph.enable(module, device=machine.device)
+        handle = dit_graph.enable(module, device=machine.device, **PLAIN)
     inputs = [rows(i).to(machine.on) for i in range(5)]
     equal = all([torch.equal(module(x), twin(x)) for x in inputs])
     replays = handle.stats()["replays"]
@@ -552,7 +552,7 @@ def test_a_break_reads_the_live_call(machine: Machine) -> None:
         return h + current_call().arguments["offsets"].sum()
 
     module = Module(lambda m, x, **kw: shift(m.linear(x)) * 2).to(machine.on)
-    handle = dit_graph.enable(module, device=machine.device)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
     for i in range(5):
         x, offsets = rows(i).to(machine.on), rows(i + 5).to(machine.on)
         assert torch.equal(module(x=x, offsets=offsets), (module.linear(x) + offsets.sum()) * 2)
@@ -595,7 +595,7 @@ def test_a_changed_break_result_raises_when_asked(machine: Machine) -> None:
     sizes = iter([2, 2, 2, 1])
     unsteady = eager_on_graph(pure=True)(lambda h: h[: next(sizes)])
     module = Module(lambda m, x: unsteady(m.linear(x)) * 2).to(machine.on)
-    dit_graph.enable(module, device=machine.device, on_failure="raise", verify="off")
+    dit_graph.enable(module, device=machine.device, on_failure="raise", **PLAIN)
     for i in range(3):
         module(rows(i).to(machine.on))
     with pytest.raises(dit_graph.BreakResultChanged, match="tensor was"):
@@ -717,7 +717,7 @@ def test_a_break_that_draws_between_two_segments(machine: Machine) -> None:
 def test_a_callers_generator_is_eager_by_name(machine: Machine) -> None:
     module = Module(lambda m, x: x + torch.randn(x.shape, generator=m.generator, device=x.device))
     module.to(machine.on).generator = torch.Generator(machine.on).manual_seed(3)
-    handle = dit_graph.enable(module, device=machine.device)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
     results = [module(rows(0).to(machine.on)) for _ in range(4)]
     again = torch.Generator(machine.on).manual_seed(3)
     for result in results:
@@ -773,7 +773,7 @@ def test_a_memo_first_made_under_capture_stays_right(machine: Machine) -> None:
 
     module = Module(body).to(machine.on)
     expected = copy.deepcopy(module.linear)
-    handle = dit_graph.enable(module, device=machine.device)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
     for i in range(8):
         x = rows(i).to(machine.on)
         assert torch.equal(module(x), expected(x) + 3.0)
@@ -892,7 +892,7 @@ def test_a_users_own_error_comes_through(machine: Machine) -> None:
         raise ValueError("of the user's")
 
     module = Module(body).to(machine.on)
-    dit_graph.enable(module, device=machine.device)
+    dit_graph.enable(module, device=machine.device, **PLAIN)
     for _ in range(3):
         with pytest.raises(ValueError, match="of the user's"):
             module(rows(0).to(machine.on))
@@ -962,7 +962,7 @@ def test_a_constant_that_is_read_and_then_written(machine: Machine) -> None:
 def test_one_graphed_module_inside_another(machine: Machine) -> None:
     inner = Module(lambda m, x: m.linear(x).tanh())
     pair = machine.pair(Module(lambda m, x: m.inner(m.linear(x)), inner=inner))
-    dit_graph.enable(pair.graphed.inner, device=machine.device)
+    dit_graph.enable(pair.graphed.inner, device=machine.device, **PLAIN)
     for i in range(6):
         pair(rows(i).to(machine.on))
     assert pair.replays >= 3
@@ -1182,7 +1182,7 @@ def test_python_and_numpy_generators_are_eager_by_name(machine: Machine) -> None
     ):
         module = Module(lambda m, x: m.linear(x) + m.draw() + torch.rand_like(x)).to(machine.on)
         module.draw = draw
-        handle = dit_graph.enable(module, device=machine.device)
+        handle = dit_graph.enable(module, device=machine.device, **PLAIN)
         for i in range(4):
             module(rows(i).to(machine.on))
         assert "generator" in next(iter(handle.stats()["eager"])), draw
@@ -1257,7 +1257,7 @@ def test_compiled_state_before_a_guard(machine: Machine) -> None:
     module.block = Counting()
     twin = copy.deepcopy(module).to(machine.on)
     module.to(machine.on).block.compile(backend="eager")
-    handle = dit_graph.enable(module, device=machine.device)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
     for i in range(12):
         x = rows(i).to(machine.on)
         assert torch.equal(module(x), twin(x)), i

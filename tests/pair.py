@@ -10,6 +10,9 @@ from torch.utils import _pytree as pytree
 
 import dit_graph
 
+PLAIN: dict[str, Any] = {"verify": "off", "gate": "always"}
+"""Every call replays, nothing compares itself: so a wrong replay is seen by the test."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -30,8 +33,7 @@ class Pair:
         self.machine = machine
         self.eager = copy.deepcopy(module)
         self.graphed = module
-        plain = {"verify": "off", "gate": "always"}  # so that a wrong replay is seen here
-        self.handle = dit_graph.enable(module, device=machine.device, **plain | options)
+        self.handle = dit_graph.enable(module, device=machine.device, **PLAIN | options)
 
     def __call__(self, *args: Any, seed: int = 0, **kwargs: Any) -> Any:
         """Call both with the same values and generators; the graphed result, once it is equal."""

@@ -12,7 +12,7 @@ from torch import nn
 import dit_graph
 from tests.contract import Module, rows
 from tests.families import FAMILIES, moved
-from tests.pair import Machine
+from tests.pair import PLAIN, Machine
 
 CUDA = "cuda:0"
 
@@ -72,7 +72,7 @@ def test_old_graphs_that_become_garbage_leave_a_capture_alone() -> None:
     try:
         for i in range(6):
             module = block(64, 2)
-            handle = dit_graph.enable(module)
+            handle = dit_graph.enable(module, **PLAIN)
             gc.set_threshold(1, 1, 1)
             for n in (2, 3, 4):
                 for _ in range(4):
@@ -89,7 +89,7 @@ def test_old_graphs_that_become_garbage_leave_a_capture_alone() -> None:
 def test_calls_on_the_callers_own_stream() -> None:
     module = block()
     twin = copy.deepcopy(module)
-    handle = dit_graph.enable(module)
+    handle = dit_graph.enable(module, **PLAIN)
     streams = [torch.cuda.Stream() for _ in range(3)]
     results = []
     for i in range(30):
@@ -105,7 +105,7 @@ def test_calls_on_the_callers_own_stream() -> None:
 def test_results_survive_later_captures_and_frees() -> None:
     module = block()
     twin = copy.deepcopy(module)
-    dit_graph.enable(module)
+    dit_graph.enable(module, **PLAIN)
     held = []
     for i, n in enumerate([8, 4, 2, 8, 8, 4, 4, 2, 2, 8, 4, 2] * 3):
         x = torch.randn(n, 256, device=CUDA)
@@ -124,7 +124,7 @@ def test_constants_are_kept() -> None:
 
     module = Module(body).to(CUDA)
     twin = copy.deepcopy(module)
-    handle = dit_graph.enable(module)
+    handle = dit_graph.enable(module, **PLAIN)
     for i in range(6):
         junk = [torch.full((4096,), float("nan"), device=CUDA) for _ in range(200)]
         x = rows(i).to(CUDA)
@@ -137,7 +137,7 @@ def test_marked_attention_needs_no_more_memory_than_one_graph() -> None:
     held = {}
     for label, options in {"full": {"backend": "full"}, "marked": {"breaks": ("*.1",)}}.items():
         module = block(1024, 16)
-        handle = dit_graph.enable(module, **options)
+        handle = dit_graph.enable(module, **PLAIN, **options)
         x = torch.randn(4096, 1024, device=CUDA)
         expected = copy.deepcopy(module)(x)
         for _ in range(4):
@@ -153,7 +153,7 @@ def test_disable_gives_the_memory_back() -> None:
     x = torch.randn(4096, 1024, device=CUDA)
     free = []
     for _ in range(4):  # the first time the capture stream gets its library workspaces, which stay
-        handle = dit_graph.enable(module)
+        handle = dit_graph.enable(module, **PLAIN)
         for n in (4096, 2048, 1024):
             for _ in range(4):
                 module(x[:n])
@@ -168,7 +168,7 @@ def test_disable_gives_the_memory_back() -> None:
 def test_recordings_over_the_limit_retire_and_stay_right() -> None:
     module = block()
     twin = copy.deepcopy(module)
-    handle = dit_graph.enable(module, max_graphs=2)
+    handle = dit_graph.enable(module, max_graphs=2, **PLAIN)
     for i in range(60):
         x = torch.randn(1 + i // 3 % 4, 256, device=CUDA)
         assert torch.equal(module(x), twin(x))
@@ -208,7 +208,7 @@ def test_a_module_that_moves_to_the_host_and_back(machine: Machine) -> None:
 def test_enable_before_the_pipeline_moves_to_the_gpu() -> None:
     module = FAMILIES["flux"].build()
     twin = copy.deepcopy(module).to(CUDA)
-    handle = dit_graph.enable(module)
+    handle = dit_graph.enable(module, **PLAIN)
     module.to(CUDA)
     for i in range(4):
         call = moved(FAMILIES["flux"].inputs(i, 5), CUDA)
@@ -223,7 +223,7 @@ def test_an_inductor_block(machine: Machine) -> None:
         part.compile(fullgraph=True)
     x = torch.randn(8, 64, device=CUDA)
     expected = module(x)
-    handle = dit_graph.enable(module)
+    handle = dit_graph.enable(module, **PLAIN)
     for i in range(5):
         y = torch.randn(8, 64, device=CUDA)
         got = module(y)
@@ -252,7 +252,7 @@ def test_the_embedded_model_draws_the_same_pixels(batch: int) -> None:
     from dit_graph.embedded import load
 
     pipe, eager = load(torch.bfloat16).to(CUDA), load(torch.bfloat16).to(CUDA)
-    handle = dit_graph.enable(pipe)
+    handle = dit_graph.enable(pipe, **PLAIN)
     for p in (pipe, eager):
         p.set_progress_bar_config(disable=True)
     for size in ((64, 64), (64, 96), (96, 64)):

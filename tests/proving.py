@@ -1,0 +1,413 @@
+"""Proof at run time, the gate, strictness and the ladder of failures, on every device."""
+
+import copy
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dit_graph
+from dit_graph import eager_on_graph
+from dit_graph.proof import Gate
+from dit_graph.tape import Tape
+from tests.contract import Module, rows
+from tests.pair import Machine
+
+ALWAYS = {"gate": "always"}
+
+
+def plain(m: Any, x: Any) -> Any:
+    return m.linear(x).tanh()
+
+
+def corrupt(patch: Any) -> None:
+    """From now on every replay gives a result that is a little off."""
+    real = Tape.result
+    patch.setattr(Tape, "result", lambda tape, live: real(tape, live) * 1.01)
+
+
+# ---- verify
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_wrong_replay_is_found_before_it_is_seen(
+    machine: Machine, monkeypatch: Any, verify: str, caplog: Any
+) -> None:
+    pair = machine.pair(Module(plain), verify=verify)
+    pair(rows(0).to(machine.on))
+    pair(rows(1).to(machine.on))
+    corrupt(monkeypatch)
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    assert pair.replays == 1 and "differs by up to" in next(iter(pair.stats["eager"]))
+    assert "verify: the replay differs from eager" in pair.handle.report()
+    assert "verify: the replay differs from eager" in caplog.text
+
+
+def test_a_wrong_replay_is_seen_without_verification(machine: Machine, monkeypatch: Any) -> None:
+    pair = machine.pair(Module(plain), verify="off")
+    pair(rows(0).to(machine.on))
+    corrupt(monkeypatch)
+    pair.compare(rows(1).to(machine.on))
+    assert not pair.compare(rows(2).to(machine.on))[0]
+
+
+def test_each_variant_and_signature_is_compared_once(machine: Machine, monkeypatch: Any) -> None:
+    def body(m: Any, x: Any) -> Any:
+        return m.linear(x) if x.sum() > 0 else x
+
+    calls = []
+    pair = machine.pair(Module(body), verify="first")
+    original = pair.handle.installs["Module"].runner._original
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    pair.handle.installs["Module"].runner._original = counted
+    for _ in range(4):
+        for value in (1.0, -1.0):
+            pair(torch.full((2, 8), value, device=machine.on))
+    assert pair.replays == 5 and len(calls) == 3 + 2  # cold, two captures, two comparisons
+    assert "bit-equal when compared (2x)" in pair.handle.report()
+
+
+def test_always_compares_every_replay(machine: Machine, monkeypatch: Any) -> None:
+    pair = machine.pair(Module(plain), verify="always")
+    for i in range(6):
+        pair(rows(i).to(machine.on))
+    assert "bit-equal when compared (4x)" in pair.handle.report()
+    corrupt(monkeypatch)
+    pair(rows(7).to(machine.on))
+    assert pair.stats["eager"] == {} and pair(rows(8).to(machine.on)) is not None
+    assert "differs by up to" in next(iter(pair.stats["eager"]))
+
+
+@pytest.mark.parametrize("what", ["buffer", "argument", "marked"])
+def test_what_a_second_run_would_change_is_left_alone(machine: Machine, what: str) -> None:
+    ran = []
+
+    @eager_on_graph
+    def marked(h: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        return h * 2
+
+    def body(m: Any, x: Any) -> Any:
+        if what == "buffer":
+            m.count.add_(1)
+        if what == "argument":
+            x.add_(1)
+        return marked(x) if what == "marked" else m.linear(x) + m.count
+
+    pair = machine.pair(Module(body), verify="always")
+    for i in range(6):
+        pair(rows(i).to(machine.on))
+    assert pair.replays == 4 and "not compared:" in pair.handle.report()
+    if what == "marked":
+        assert len(ran) == 12  # six of ours, six of the eager twin
+
+
+def test_a_forward_that_draws_is_compared_and_draws_once(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x) + torch.rand_like(x)), verify="always")
+    for i in range(6):
+        pair(rows(i).to(machine.on), seed=i)
+    assert pair.replays == 4 and "bit-equal when compared (4x)" in pair.handle.report()
+
+
+# ---- what differs from eager, as text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "says"),
+    [
+        (torch.ones(2), torch.ones(2), ""),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), ""),
+        (torch.zeros(1), -torch.zeros(1), "differs by up to 0"),
+        ([torch.ones(2), 3], [torch.ones(2), 4], "result 1 is 3, eager's 4"),
+        (torch.ones(2), torch.ones(3), "(2,)"),
+        ([torch.ones(2)], torch.ones(2), "structure"),
+        (torch.ones(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), "differs"),
+        (torch.ones(2, 2).t(), torch.ones(2, 2), ""),
+    ],
+)
+def test_differences_are_named(a: Any, b: Any, says: str) -> None:
+    found = dit_graph.proof.difference(a, b)
+    assert found == says if not says else says in found
+
+
+# ---- strict
+
+
+def test_strict_lets_cold_captured_and_replayed_calls_through(machine: Machine) -> None:
+    pair = machine.pair(Module(plain), strict=True)
+    for i in range(8):
+        pair(rows(i, 2 + i % 2).to(machine.on))
+    assert pair.replays == 4
+
+
+@pytest.mark.parametrize("why", ["gradients", "generator", "capture", "backend", "nested"])
+def test_strict_raises_at_the_first_eager_call(machine: Machine, why: str) -> None:
+    def body(m: Any, x: Any, generator: Any = None) -> Any:
+        if why == "capture" and dit_graph.breaks.capturing():
+            raise RuntimeError("only while recording")
+        if why == "nested" and x.shape[0] > 2:
+            return m(x[:2])
+        return m.linear(x)
+
+    options = {"backend": "eager"} if why == "backend" else {}
+    pair = machine.pair(Module(body), strict=True, **options)
+    x, kwargs = rows(0, 3 if why == "nested" else 2).to(machine.on), {}
+    if why == "generator":
+        kwargs["generator"] = torch.Generator()
+    if why == "gradients":
+        x.requires_grad_()
+    expected = {
+        "gradients": "gradients are needed",
+        "generator": "generator is a Generator",
+        "capture": "only while recording",
+        "backend": "backend eager",
+        "nested": "called inside another call",
+    }
+    with torch.set_grad_enabled(why == "gradients"):
+        if why == "capture":
+            pair.graphed(x)
+        with pytest.raises(dit_graph.NotReplayed, match=expected[why]):
+            pair.graphed(x, **kwargs)
+
+
+def test_strict_names_where_a_size_that_was_not_warmed_up_differs(machine: Machine) -> None:
+    pair = machine.pair(Module(plain), on_new_shape="eager", strict=True)
+    pair.handle.warmup(inputs=[{"x": rows(0).to(machine.on)}])
+    pair(x=rows(1).to(machine.on))
+    with pytest.raises(dit_graph.NotReplayed, match="x dim 0: 5 vs 2"):
+        pair.graphed(x=rows(1, 5).to(machine.on))
+
+
+# ---- misses
+
+
+def test_a_miss_names_the_field_that_differs(machine: Machine, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+
+    def body(m: Any, x: Any, t: Any, scale: Any = 1, extra: Any = None) -> Any:
+        return m.linear(x) * scale + t.sum()
+
+    pair = machine.pair(Module(body))
+    t = torch.ones(2, 1)
+
+    def call(x: Any, t: Any, **kwargs: Any) -> str:
+        caplog.clear()
+        pair(**machine.to({"x": x, "t": t, **kwargs}))
+        return caplog.text
+
+    for i in range(3):
+        call(rows(i), t)
+    assert "t has 1 dimensions vs 2" in call(rows(0), t[:, 0])  # row 33
+    assert "x dim 0: 5 vs 2" in call(rows(0, 5), t)  # row 34
+    assert "t dtype: float64 vs float32" in call(rows(0), t.double())
+    assert "x strides" in call(rows(0, 8).t()[:2], t)
+    assert "scale: 2 vs not given" in call(rows(0), t, scale=2)
+    assert "extra['a'][0]: a tensor (2, 1) vs not given" in call(rows(0), t, extra={"a": [t]})
+    with torch.autocast(machine.on.partition(":")[0], torch.bfloat16):
+        assert "autocast" in call(rows(0), t)
+    assert "new signature" not in call(rows(0), t)
+    assert "differs from the nearest recorded: x dim 0: 5 vs 2" in pair.handle.report()
+
+
+# ---- extra_key
+
+
+def test_extra_key_keeps_calls_apart(machine: Machine) -> None:
+    outside = {"scale": 1.0}
+    pair = machine.pair(
+        Module(lambda m, x: m.linear(x) * outside["scale"]),
+        extra_key=lambda module, arguments: [outside["scale"], arguments["x"].shape[0]],
+    )
+    for scale in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0):
+        outside["scale"] = scale
+        for i in range(2):
+            pair(rows(i).to(machine.on))
+    assert pair.replays == 8 and pair.stats["captures"] == 2
+
+
+def test_a_global_is_frozen_without_extra_key(machine: Machine) -> None:
+    outside = {"scale": 1.0}
+    pair = machine.pair(Module(lambda m, x: m.linear(x) * outside["scale"]))
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    outside["scale"] = 2.0
+    assert not pair.compare(rows(1).to(machine.on))[0]  # the documented limit
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), object()])
+def test_an_extra_key_without_a_value_is_eager_by_name(machine: Machine, value: Any) -> None:
+    pair = machine.pair(Module(plain), extra_key=lambda module, arguments: value)
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    (reason,) = pair.stats["eager"]
+    assert reason.startswith("extra_key returned")
+
+
+# ---- the gate, as numbers
+
+
+class Took:
+    """A timer that took so many milliseconds, once it is `done`."""
+
+    def __init__(self, ms: float, done: bool = True) -> None:
+        self.took, self.done = ms, done
+
+    def ms(self) -> float | None:
+        return self.took if self.done else None
+
+
+def decide(replay: list[float], eager: list[float], min_gain: float = 0.01) -> tuple[Gate, int]:
+    """Run a gate on timings; returns it and the calls that it took."""
+    gate, replays, eagers = Gate(min_gain), iter(replay), iter(eager)
+    for call in range(1, 20):
+        if gate.slower() or gate.decided:
+            return gate, call
+        if gate.wants_eager():
+            gate.eager.append(Took(next(eagers)))
+        else:
+            gate.replay.append(Took(next(replays)))
+    raise AssertionError("undecided")
+
+
+def test_a_clear_gain_is_decided_in_four_calls() -> None:
+    gate, calls = decide([3.7] * 9, [26.0] * 9)
+    assert calls == 4 and gate.text == "replay 3.7 ms vs eager 26 ms"
+
+
+def test_a_close_call_is_measured_twice_and_decided_in_five() -> None:
+    gate, calls = decide([173.9, 173.4, 173.4], [173.9, 174.2])
+    assert calls == 5 and gate.text == "replay 173.4 ms vs eager 173.9 ms"
+
+
+@pytest.mark.parametrize(
+    ("replay", "eager", "min_gain", "wins"),
+    [
+        (100, 102, 0.01, True), (100, 100.5, 0.01, False), (100, 100.5, 0.0, True),
+        (100, 130, 0.3, False), (100, 90, 0.0, False), (100, 150, 0.3, True),
+    ],
+)  # fmt: skip
+def test_min_gain_is_what_a_replay_must_save(
+    replay: float, eager: float, min_gain: float, wins: bool
+) -> None:
+    gate = Gate(min_gain)
+    while not gate.decided:
+        verdict = gate.slower()
+        if gate.wants_eager():
+            gate.eager.append(Took(eager))
+        elif not gate.decided:
+            gate.replay.append(Took(replay))
+    assert (verdict == "") == wins
+
+
+def test_nothing_waits_for_a_timing() -> None:
+    gate = Gate(0.01)
+    late = [Took(100, done=False), Took(5), Took(5)]
+    gate.replay, gate.eager = late[:2], [late[2]]
+    assert gate.slower() == "" and not gate.decided
+    late[0].done = True
+    assert gate.slower() == "" and not gate.decided  # close: once more
+    gate.eager.append(Took(4))
+    assert "replay 5 ms vs eager 4 ms" in gate.slower()
+
+
+# ---- the key's context
+
+
+@pytest.mark.parametrize("what", ["grad", "autocast cache", "tf32", "deterministic", "math sdp"])
+def test_a_switch_that_selects_kernels_is_in_the_key(machine: Machine, what: str) -> None:
+    switches = {
+        "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
+        "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        "tf32": (
+            lambda: torch.backends.cuda.matmul.allow_tf32,
+            lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+        ),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled,
+            lambda on: torch.use_deterministic_algorithms(on, warn_only=on),
+        ),
+        "math sdp": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    }
+    read, write = switches[what]
+    pair, before = machine.pair(Module(plain)), read()
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    try:
+        write(not before)
+        pair(rows(3).to(machine.on))
+    finally:
+        write(before)
+    pair(rows(4).to(machine.on))
+    assert pair.stats["cold"] == 2 and pair.replays == 2
+
+
+# ---- memory
+
+
+def test_two_hundred_sizes_stay_right_within_a_few_recordings(machine: Machine) -> None:
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).requires_grad_(False)
+    pair = machine.pair(module, max_graphs=8)
+    sizes = random.Random(0)
+    for _ in range(200):
+        n = sizes.randint(1, 200)
+        for _ in range(5):
+            pair(rows(n, n).to(machine.on))
+    runner = pair.handle.installs["Sequential"].runner
+    assert sum(len(entry.tapes) for entry in runner.entries.values()) <= 8
+    assert pair.replays >= 500 and pair.stats["eager"] == {}
+
+
+def test_alternating_over_a_full_memory_is_eager_by_name(machine: Machine) -> None:
+    pair = machine.pair(Module(plain), max_graphs=4)
+    for i in range(300):
+        pair(rows(i, 1 + i % 12).to(machine.on))
+    stats = pair.stats
+    (reason,) = stats["eager"]
+    assert reason.startswith("thrashing: ")
+    assert stats["captures"] < 75, "captures stop once they are worth nothing"
+    before = pair.replays
+    for i in range(200):  # a workload that fits again
+        pair(rows(i, 30).to(machine.on))
+    assert pair.replays - before >= 100
+
+
+def test_long_runs_of_one_size_never_thrash(machine: Machine) -> None:
+    pair = machine.pair(Module(plain), max_graphs=2)
+    for i in range(30):
+        for _ in range(10):
+            pair(rows(i, 1 + i).to(machine.on))
+    assert pair.stats["eager"] == {} and pair.replays == 240
+
+
+# ---- the end of a device
+
+
+def test_eager_stays_as_it_was_when_a_capture_is_interrupted(machine: Machine) -> None:
+    """Control-C inside a recording: the error comes through, the next call records."""
+    stop = []
+
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        if stop and dit_graph.breaks.capturing():
+            raise KeyboardInterrupt
+        return h
+
+    pair = machine.pair(Module(body))
+    pair(rows(0).to(machine.on))
+    stop.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        pair.graphed(rows(1).to(machine.on))
+    stop.clear()
+    expected = copy.deepcopy(pair.eager)(rows(2).to(machine.on))
+    assert torch.equal(pair.graphed(rows(2).to(machine.on)), expected)
+    for i in range(3):
+        pair.graphed(rows(i).to(machine.on))
+    assert pair.handle.stats()["replays"] == 3

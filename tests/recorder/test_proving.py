@@ -1,0 +1,330 @@
+"""The shared tests of proof, gate and strictness on the recorder, and what only it can be told."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dit_graph
+from dit_graph.devices import recorder
+from dit_graph.devices.recorder import Recorder
+from tests.contract import Module, rows
+from tests.families import FAMILIES
+from tests.pair import Machine
+from tests.proving import *  # noqa: F403
+from tests.proving import plain
+from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
+
+
+@pytest.fixture
+def clock(monkeypatch: Any) -> list[float]:
+    """A device whose time a test moves, in milliseconds."""
+    now = [0.0]
+    monkeypatch.setattr(Recorder, "clock", staticmethod(lambda: now[0]))
+    return now
+
+
+def slow(clock: list[float], eager: float, replay: float) -> nn.Module:
+    """A module whose forward and replay take so many milliseconds."""
+
+    def body(m: Any, x: Any) -> Any:
+        clock[0] += eager
+        return m.linear(x)
+
+    def on_replay(pair: Any) -> None:
+        runner = pair.handle.installs["Module"].runner
+        for entry in runner.entries.values():
+            for tape in entry.tapes:
+                tape.steps.append(lambda: clock.__setitem__(0, clock[0] + replay))
+
+    module = Module(body)
+    module.on_replay = on_replay
+    return module
+
+
+@pytest.mark.parametrize(
+    ("eager", "replay", "wins"), [(26.0, 3.7, True), (173.9, 173.4, False), (5.0, 8.0, False)]
+)
+def test_the_gate_keeps_what_pays(
+    machine: Machine, clock: list[float], eager: float, replay: float, wins: bool
+) -> None:
+    module = slow(clock, eager, replay)
+    on_replay = module.__dict__.pop("on_replay")
+    pair = machine.pair(module, gate="measure")
+    pair(rows(0))
+    pair(rows(1))
+    on_replay(pair)
+    for i in range(12):
+        pair(rows(i))
+    runner = pair.handle.installs["Module"].runner
+    (entry,) = runner.entries.values()
+    text = f"replay {replay:.4g} ms vs eager {eager:.4g} ms"
+    assert text in pair.handle.report()
+    if wins:
+        assert pair.stats["eager"] == {dit_graph.runner.TIMED: 1} and pair.replays == 11
+    else:
+        assert entry.state == f"eager: {text}" and pair.stats["eager"][text] >= 6
+        assert runner.pool.bytes == 0, "memory returns with the verdict"
+
+
+def test_the_gate_measures_again_after_a_change(machine: Machine, clock: list[float]) -> None:
+    module = slow(clock, 1.0, 2.0)
+    on_replay = module.__dict__.pop("on_replay")
+    pair = machine.pair(module, gate="measure")
+    pair(rows(0))
+    pair(rows(1))
+    on_replay(pair)
+    for i in range(8):
+        pair(rows(i))
+    assert any("vs eager" in reason for reason in pair.stats["eager"])
+    pair.graphed.flag, pair.eager.flag = 1, 1
+    before = pair.stats["cold"]
+    for i in range(8):
+        pair(rows(i))
+    assert pair.stats["cold"] == before + 1
+
+
+def test_strict_allows_the_gates_own_call_but_not_its_verdict(
+    machine: Machine, clock: list[float]
+) -> None:
+    module = slow(clock, 5.0, 8.0)
+    on_replay = module.__dict__.pop("on_replay")
+    pair = machine.pair(module, gate="measure", strict=True)
+    pair(rows(0))
+    pair(rows(1))
+    on_replay(pair)
+    with pytest.raises(dit_graph.NotReplayed, match="replay 8 ms vs eager 5 ms"):
+        for i in range(8):
+            pair.graphed(rows(i))
+
+
+def test_a_picture_is_right_while_the_gate_measures(clock: list[float]) -> None:
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    for seed in range(2):
+        assert torch.equal(draw(pipe, seed, steps=8), draw(eager, seed, steps=8))
+    assert handle.stats()["eager"].get(dit_graph.runner.TIMED, 0) >= 1
+
+
+# ---- memory
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: Any) -> int:
+    monkeypatch.setattr(recorder, "_CHUNK", 1 << 16)
+    return 1 << 16
+
+
+@pytest.fixture
+def room(monkeypatch: Any) -> Any:
+    """Sets how many bytes the device has beside what is taken now."""
+
+    def leave(size: int) -> None:
+        gc.collect()
+        taken = sum(arena.bytes for arena in recorder.Arena.alive)
+        monkeypatch.setattr(Recorder, "capacity", taken + size)
+
+    return leave
+
+
+def test_a_budget_holds_over_two_hundred_sizes(machine: Machine, small_chunks: int) -> None:
+    module = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)).requires_grad_(False)
+    pair = machine.pair(module, memory_budget=64 * small_chunks)
+    held = []
+    for i in range(200):
+        n = 1 + 370 * i % 2001
+        for _ in range(5):
+            pair(rows(n, n))
+        held.append(pair.handle.installs["Sequential"].runner.pool.bytes)
+    assert max(held) <= 64 * small_chunks and max(held) > 32 * small_chunks
+    assert pair.replays >= 600 and pair.stats["eager"] == {}
+    pair.handle.disable()
+    assert pair.handle.installs["Sequential"].runner.pool.bytes == 0
+
+
+def test_a_recording_larger_than_the_budget_is_eager_by_name(
+    machine: Machine, small_chunks: int
+) -> None:
+    pair = machine.pair(Module(plain), memory_budget=2 * small_chunks)
+    for i in range(4):
+        pair(rows(i, 2))
+    for i in range(4):
+        pair(rows(i, 10_000))
+    (reason,) = pair.stats["eager"]
+    assert "memory_budget" in reason and "MiB" in reason
+    for i in range(4):
+        pair(rows(i, 2))
+    assert pair.replays >= 4, "the small one still replays"
+
+
+def test_a_share_of_the_device(machine: Machine, small_chunks: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Recorder, "total_bytes", lambda self: 400 * small_chunks)
+    monkeypatch.setattr(Recorder, "free_bytes", lambda self: 200 * small_chunks)
+    pair = machine.pair(Module(plain), memory_budget="10%")
+    held = []
+    for n in range(1, 60):
+        for _ in range(5):
+            pair(rows(n, 200 * n))
+        held.append(pair.handle.installs["Module"].runner.pool.bytes)
+    assert 0 < max(held) <= 40 * small_chunks
+
+
+def test_room_is_left_for_the_vae(machine: Machine, small_chunks: int, room: Any) -> None:
+    """A twentieth of the device stays free, whatever the budget says."""
+    room(100 * small_chunks)
+    pair = machine.pair(Module(plain), memory_budget="100%")
+    for n in range(1, 80):
+        for _ in range(5):
+            pair(rows(n, 200 * n))
+        device = pair.handle.installs["Module"].runner.pool.device
+        assert device.free_bytes() >= device.total_bytes() // 20
+    assert pair.replays > 100
+
+
+def test_a_capture_without_room_lets_the_others_go_and_tries_again(
+    machine: Machine, small_chunks: int, room: Any
+) -> None:
+    pair = machine.pair(Module(plain), memory_budget=None)
+    for i in range(4):
+        pair(rows(i, 1000))
+    room(130_000)
+    for i in range(4):
+        pair(rows(i, 3000))
+    assert pair.stats["eager"] == {} and pair.replays == 4
+    (large,) = [e for e in pair.handle.installs["Module"].runner.entries.values() if e.tapes]
+    assert large.label == "3000x8"
+
+
+def test_a_capture_that_never_fits_is_eager_by_name(
+    machine: Machine, small_chunks: int, room: Any
+) -> None:
+    room(small_chunks)
+    pair = machine.pair(Module(plain), memory_budget=None)
+    for i in range(4):
+        pair(rows(i, 100_000))
+    (reason,) = pair.stats["eager"]
+    assert "OutOfMemoryError" in reason
+    for i in range(4):
+        pair(rows(i, 10))
+    assert pair.replays == 2
+
+
+@pytest.mark.parametrize("state", ["none", "argument", "python"])
+def test_an_eager_call_without_room_runs_again_where_nothing_moved(
+    machine: Machine, state: str
+) -> None:
+    full = [False]
+
+    def body(m: Any, x: Any) -> Any:
+        if x.shape[0] == 5 and full[0]:
+            full[0] = False
+            torch.rand(3)
+            if state == "argument":
+                x.add_(1)
+            if state == "python":
+                m.seen = 1
+            raise torch.OutOfMemoryError("no room")
+        return m.linear(x) + torch.rand_like(x)
+
+    pair = machine.pair(Module(body))
+    for i in range(3):
+        pair(rows(i), seed=i)
+    full[0] = True
+    x = rows(3, 5)
+    torch.manual_seed(4)
+    if state != "none":
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            pair.graphed(x)
+        return
+    result = pair.graphed(x)
+    torch.manual_seed(4)
+    assert torch.equal(result, pair.eager(x))
+    assert pair.handle.installs["Module"].runner.pool.bytes == 0
+
+
+def test_a_change_gives_the_old_memory_back_before_the_new(machine: Machine) -> None:
+    pair = machine.pair(Module(plain))
+    for i in range(3):
+        pair(rows(i))
+    pair.graphed.flag = 1
+    pair(rows(3))
+    assert pair.handle.installs["Module"].runner.pool.bytes == 0
+
+
+# ---- devices that fail
+
+
+@pytest.mark.parametrize("when", ["capture", "replay"])
+def test_a_device_that_failed_is_an_error_with_its_cause(
+    machine: Machine, when: str, monkeypatch: Any
+) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x) + bool(x.sum() > -1e9)))
+    for i in range(1 if when == "capture" else 3):
+        pair(rows(i))
+
+    def fail(*args: Any) -> None:
+        monkeypatch.setattr(Recorder, "broken", True)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    stage = "end" if when == "capture" else "__call__"
+    monkeypatch.setattr(recorder.RecorderSegment, stage, fail)
+    with pytest.raises(dit_graph.DeviceFailed, match="illegal memory access") as failed:
+        pair.graphed(rows(5))
+    assert isinstance(failed.value.__cause__, RuntimeError)
+
+
+# ---- never silent
+
+
+def test_the_kill_switch(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("DIT_GRAPH_DISABLE", "1")
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    handle = dit_graph.enable(pipe, strict=True, **OPTIONS)
+    handle.warmup(sizes=[(16, 16)], prompt_embeds=torch.zeros(1, 6, 32))
+    assert torch.equal(draw(pipe, 0), draw(eager, 0))
+    assert handle.stats()["eager"] == {"DIT_GRAPH_DISABLE=1 is set": 4}
+    assert "DIT_GRAPH_DISABLE=1 is set" in handle.report() and "nothing is recorded" in caplog.text
+    monkeypatch.setenv("DIT_GRAPH_DISABLE", "0")
+    assert torch.equal(draw(pipe, 1), draw(eager, 1))
+    assert handle.stats()["replays"] == 2
+    monkeypatch.setenv("DIT_GRAPH_DISABLE", "1")  # in a running process
+    assert torch.equal(draw(pipe, 2), draw(eager, 2))
+    assert handle.stats()["replays"] == 2
+    dit_graph.disable(pipe)
+    assert "forward" not in pipe.transformer.__dict__
+
+
+def test_the_kill_switch_spares_what_would_be_refused(monkeypatch: Any) -> None:
+    monkeypatch.setenv("DIT_GRAPH_DISABLE", "1")
+    handle = dit_graph.enable(flux_pipeline(), device="cuda")
+    assert handle.stats()["calls"] == 0
+
+
+def test_strict_without_a_gpu(machine: Machine) -> None:
+    pipe = flux_pipeline()
+    dit_graph.enable(pipe, strict=True)
+    with pytest.raises(dit_graph.NotReplayed, match="nothing is recorded"):
+        draw(pipe)
+
+
+@pytest.mark.parametrize("how", ["replaced", "compiled", "slot"])
+def test_strict_names_what_stands_between(how: str, caplog: Any) -> None:
+    pipe = flux_pipeline()
+    handle = dit_graph.enable(pipe, strict=True, **OPTIONS)
+    draw(pipe)
+    if how == "replaced":
+        pipe.transformer = torch.compile(FAMILIES["flux"].build(), backend="eager")
+        says = "transformer was replaced by OptimizedModule"
+    elif how == "compiled":
+        pipe.transformer.compile(backend="eager")
+        says = "compiled as a whole"
+    else:
+        pipe.transformer.forward = type(pipe.transformer).forward.__get__(pipe.transformer)
+        says = "taken away by another hook"
+    with pytest.raises(dit_graph.NotReplayed, match=says):
+        draw(pipe, 1)
+    assert says in caplog.text and says in handle.report()
+    if how == "slot":  # put right
+        draw(pipe, 2)
