@@ -61,6 +61,20 @@ class Memory(ABC):
         """Give everything back; no segment of it is replayed after this."""
 
 
+class Timer(ABC):
+    """Takes the time of what is launched between `start` and `stop`, on the device's own clock."""
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    @abstractmethod
+    def ms(self) -> float | None:
+        """Milliseconds, or None while the device has not come to `stop` yet."""
+
+
 class Device(ABC):
     """One kind of device. Stateless but for its streams."""
 
@@ -103,6 +117,9 @@ class Device(ABC):
     @abstractmethod
     def trim(self) -> None:
         """Give unused cached memory back to the device."""
+
+    @abstractmethod
+    def timer(self) -> Timer: ...
 
     @abstractmethod
     def mark(self) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.devices.base import Device, Memory, Segment, with_bits_of
+from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
 from dit_graph.errors import Unsupported
 
 
@@ -116,6 +116,25 @@ _ALONE = threading.RLock()
 """Cold calls and captures share one stream a device, so that its library workspaces exist once."""
 
 
+class CudaTimer(Timer):
+    """Two events on the stream that is current on `on`; neither makes the host wait."""
+
+    def __init__(self, on: torch.device) -> None:
+        self._on = on
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._stopped = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> None:
+        self._started.record(torch.cuda.current_stream(self._on))
+
+    def stop(self) -> None:
+        self._stopped.record(torch.cuda.current_stream(self._on))
+
+    def ms(self) -> float | None:
+        done = self._stopped.query()
+        return float(self._started.elapsed_time(self._stopped)) if done else None
+
+
 class Cuda(Device):
     name = "cuda"
     type = "cuda"
@@ -172,6 +191,9 @@ class Cuda(Device):
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
+
+    def timer(self) -> CudaTimer:
+        return CudaTimer(self.on)
 
     def mark(self) -> Any:
         stream = torch.cuda.current_stream(self.on)

@@ -7,6 +7,7 @@ from outside the call, which stand for CPU scalars.
 """
 
 import ctypes
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.devices.base import Device, Memory, Segment, with_bits_of
+from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
 from dit_graph.errors import Unsupported
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
@@ -150,6 +151,19 @@ def weak(t: torch.Tensor) -> torch.Tensor:
     return with_bits_of(t, twin)
 
 
+class WallTimer(Timer):
+    """The host's clock: here a launch is over when its call returns."""
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._started
+
+    def ms(self) -> float | None:
+        return 1000 * self._seconds
+
+
 class Recorder(Device):
     name = "recorder"
     type = "cpu"
@@ -188,6 +202,9 @@ class Recorder(Device):
 
     def trim(self) -> None:
         pass
+
+    def timer(self) -> WallTimer:
+        return WallTimer()
 
     def mark(self) -> Any:
         return None
