@@ -272,8 +272,8 @@ LAYERS = [
     {"errors"}, {"breaks", "config", "guards", "slot", "buffers"},
     {"key", "tape", "places"}, {"walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices", "entry"}, {"kinds"}, {"watch", "writes"},
-    {"opaque", "homes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"modes"},
-    {"enable"},
+    {"opaque", "homes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"explain"},
+    {"modes"}, {"enable"},
 ]  # fmt: skip
 
 
