@@ -29,12 +29,7 @@ def figure(explanation: "Explanation") -> "Figure":
     Raises:
         ConfigError: matplotlib is not installed, or nothing is recorded.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a plot needs matplotlib: pip install matplotlib, or the extra dit_graph[plot]"
-        ) from error
+    made = empty_figure()
     rows = list(_rows(explanation))
     timed = [row for row in rows if row[1].ms is not None]
     counted = [row for row in rows if row[1].ms is None]
@@ -42,11 +37,22 @@ def figure(explanation: "Explanation") -> "Figure":
     if not parts:
         raise ConfigError("nothing is recorded, so there is nothing to plot; call it first")
     heights = [len(part) + 1.5 for part, _ in parts]
-    made = Figure(figsize=(12, 1 + 0.45 * sum(heights)), layout="constrained")
+    made.set_size_inches(12, 1 + 0.45 * sum(heights))
     grid = made.subplots(len(parts), squeeze=False, height_ratios=heights)
     for axes, (part, unit) in zip(grid[:, 0], parts):
         _draw(axes, part, unit)
     return made
+
+
+def empty_figure() -> "Figure":
+    """Raises ConfigError where matplotlib is not installed; it is imported here and only here."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "a plot needs matplotlib: pip install matplotlib, or the extra dit_graph[plot]"
+        ) from error
+    return Figure(layout="constrained")
 
 
 def _rows(explanation: "Explanation") -> Iterator[Row]:

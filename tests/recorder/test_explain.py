@@ -2,6 +2,9 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,15 @@ from PIL import Image
 from torch import nn
 
 import dit_graph
-from dit_graph import explain
+from dit_graph import embedded, explain
+from dit_graph.cli.explain import main
 from dit_graph.explain import Explanation, Variant, plot
 from dit_graph.watch import module_path
 from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.pair import Machine, Pair
+from tests.recorder.test_generate import tiny_sd3
+from tests.unit.test_embedded import tiny_pipeline
 
 
 def family(machine: Machine, name: str, captions: list[int], **options: Any) -> Pair:
@@ -408,3 +414,97 @@ def test_the_picture_has_times_where_they_are_known(machine: Machine) -> None:
 def test_names_of_the_package_are_there() -> None:
     assert sorted(explain.__all__) == explain.__all__
     assert all(hasattr(explain, name) for name in explain.__all__)
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, where a tiny model is the embedded one."""
+    tiny_pipeline().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(embedded, "WEIGHTS", tmp_path / "model")
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_command_tells_it_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embedded", "--device", "recorder", "--breaks", "*.attn"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("transformer (FluxTransformer2DModel) on cpu, breakable, graph")
+    assert lines[2].startswith("    cold 1, captures 1 in ") and "replays 2," in lines[2]
+    assert "segments 3," in lines[3] and "breaks 2," in lines[3]
+    assert sum("single_transformer_blocks.1.attn ('*.attn') at" in line for line in lines) == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_command_tells_it_as_json_and_as_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["model", "--device", "recorder", "--report", "json", "--time", "--plot", "tape.png"]
+    argv += ["--size", "64x64", "--size", "96x64", "--steps", "3", "--prompt", "wolf"]
+    argv += ["--breaks", "scaled_dot_product_attention", "--pipeline-kwargs", '{"style": "flat"}']
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    (module,) = json.loads(out.splitlines()[-1])["modules"]
+    assert [bucket["replays"] for bucket in module["buckets"]] == [1, 1]
+    for bucket in module["buckets"]:
+        (variant,) = bucket["variants"]
+        assert all(step["ms"] > 0 for step in variant["steps"]) and len(variant["steps"]) == 5
+    assert "tape.png" in err and "tape.png" not in out
+    with Image.open("tape.png") as image:
+        assert image.format == "PNG"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to record on")
+def test_the_command_says_where_it_records(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embedded"]) == 0
+    out, err = capsys.readouterr()
+    assert "so --device recorder" in err and "replays 2" in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_goes_wrong_after_loading_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = ["embedded", "--device", "recorder"]
+    assert main([*fixed, "--pipeline-kwargs", '{"style": "oil"}']) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("explain: error: running the pipeline: ValueError: style 'oil' has no")
+
+    def full(self: Explanation, path: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Explanation, "plot", full)
+    assert main([*fixed, "--plot", "tape.png"]) == 2
+    out, err = capsys.readouterr()
+    assert "segment" in out, "the text is there all the same"
+    assert err.splitlines()[-1] == "explain: error: cannot write tape.png: No space left on device"
+
+
+@pytest.mark.usefixtures("folder")
+def test_on_the_cpu_the_reason_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embedded", "--device", "cpu"]) == 0
+    assert "eager 4: the module is on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_any_diffusers_pipeline_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_sd3().save_pretrained("sd3")
+    argv = ["sd3", "--device", "recorder", "--size", "16x16", "--report", "json"]
+    assert main([*argv, "--pipeline-kwargs", '{"guidance_scale": 1.0}']) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(argv) == 0
+    guided = json.loads(capsys.readouterr().out.splitlines()[-1])
+    labels = [facts["modules"][0]["buckets"][0]["label"] for facts in (alone, guided)]
+    assert labels[0] != labels[1], "an argument that has an option in generate is free here"
+    assert all("2x" not in label for label in labels[:1]) and "2x" in labels[1]
+
+
+def test_it_runs_as_a_module(tmp_path: Path) -> None:
+    root = Path(dit_graph.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "dit_graph.explain", "./none"],
+        capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("explain: error: MODEL ./none: no such folder")
