@@ -25,7 +25,8 @@ def time_steps(tape: Tape, pool: Pool) -> tuple[list[float], str]:
         return [], why
     rounds = [[pool.device.timer() for _ in tape.steps] for _ in range(_ROUNDS)]
     generators = pool.device.generators()
-    with pool.using(), _put_back(generators) as states:
+    # inference mode may write into memory that was made in it, and into any other
+    with pool.using(), torch.inference_mode(), _put_back(generators) as states:
         try:
             for step in tape.steps:
                 step()
@@ -39,6 +40,8 @@ def time_steps(tape: Tape, pool: Pool) -> tuple[list[float], str]:
                     timer.stop()
         except (GuardMismatch, BreakResultChanged) as error:
             return [], f"recorded for other values than the last call's: {error.place}"
+        except Exception as error:  # for example without the autocast of its calls
+            return [], f"a step fails outside of a call: {error!r}"
     return [median(_waited_for(timer) for timer in of_step) for of_step in zip(*rounds)], ""
 
 

@@ -294,6 +294,37 @@ def test_times_leave_results_as_they_are(machine: Machine) -> None:
     assert only(pair).ms is None, "times are taken when they are asked for"
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_times_are_taken_in_any_grad_mode(machine: Machine, mode: Any) -> None:
+    module = FAMILIES["lumina2"].build().requires_grad_(True)
+    pair = machine.pair(module, breaks=("scaled_dot_product_attention",))
+    with mode():
+        for i in range(4):
+            pair(**FAMILIES["lumina2"].inputs(i, 5))
+    with torch.enable_grad():
+        variant = only(pair, time=True)
+    assert variant.not_timed == "" and variant.ms
+    with mode():
+        pair(**FAMILIES["lumina2"].inputs(9, 5))
+    assert pair.replays == 3
+
+
+def test_a_step_that_fails_is_told(machine: Machine) -> None:
+    def body(m: Any, x: Any) -> Any:
+        return nn.functional.linear(x.bfloat16(), m.linear.weight)
+
+    pair = machine.pair(Module(body), breaks=("linear",))
+    with torch.autocast("cpu", torch.bfloat16):
+        for i in range(3):
+            pair(rows(i))
+    assert only(pair, time=True).not_timed.startswith(
+        "a step fails outside of a call: RuntimeError"
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        pair(rows(9))
+    assert pair.replays == 2
+
+
 def test_only_the_last_calls_variant_is_timed(machine: Machine) -> None:
     pair = family(machine, "lumina2", [5, 5, 5, 8, 8])
     newest, oldest = variants_of(pair.handle.explain(time=True))
