@@ -21,7 +21,7 @@ def time_steps(tape: Tape, pool: Pool) -> tuple[list[float], str]:
     The staged arguments keep the last call's values and `tape.guards` are not checked, so what is
     computed is of no use and goes nowhere.
     """
-    if why := effect_of(tape) or ("a call is running" if pool.busy else ""):
+    if why := "a call is running" if pool.busy else effect_of(tape):
         return [], why
     rounds = [[pool.device.timer() for _ in tape.steps] for _ in range(_ROUNDS)]
     generators = pool.device.generators()

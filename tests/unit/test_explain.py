@@ -95,6 +95,13 @@ def test_a_pipeline_that_takes_no_prompt(capsys: pytest.CaptureFixture[str]) -> 
     assert refused(capsys, *argv).endswith("loaded too early"), "nothing else is wrong with it"
 
 
+def test_a_video_may_be_longer_than_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("other").mkdir()
+    Path("other/model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    argv = ["./other", "--device", "recorder", "--pipeline-kwargs", '{"num_frames": 81}']
+    assert refused(capsys, *argv).endswith("loaded too early"), "nothing else is wrong with it"
+
+
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
