@@ -6,7 +6,7 @@ keys, entries or models.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from dit_graph.homes import is_fresh, place, result_leaf
 from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
 from dit_graph.tape import Break, Tape, Undo, WholeCall
-from dit_graph.watch import Watch, source_line, undisturbed
+from dit_graph.watch import Watch, module_path, source_line, undisturbed
 from dit_graph.writes import Writes, whole_of, writes
 
 
@@ -34,6 +34,7 @@ class Capture:
         module: the parameters and buffers of the module.
         eager_functions: patterns of torch functions, by name, that are breaks.
         breakable: False raises CaptureError at the first thing that one graph cannot hold.
+        names: the paths of the module and its submodules by their ids.
     """
 
     watch: Watch
@@ -46,6 +47,7 @@ class Capture:
         module: Sequence[torch.Tensor] = (),
         breakable: bool = True,
         eager_functions: tuple[str, ...] = (),
+        names: Mapping[int, str] | None = None,
     ) -> None:
         self.device = device
         self.tape = Tape()
@@ -58,6 +60,7 @@ class Capture:
         self.matched: set[str] = set()
         self._breakable = breakable
         self._eager_functions = eager_functions
+        self._names = names or {}
         self._observing = False
         self._segment: Segment | None = None
         self._outside = [(t, t._version) for t in module if not t.is_inference()]
@@ -264,6 +267,7 @@ class Capture:
         if not marked and self._is_guard(fn, outs):
             self._guarded(reason)
         step = Break(fn, held, spec, [], results, reason, source_line(), marked)
+        step.module = module_path(self._names)
         self.tape.steps.append(step)
         is_new = [is_fresh(out, operands, self.known, reason, marked) for out in outs]
         fresh = [i for i, new in enumerate(is_new) if new]

@@ -10,6 +10,7 @@ import torch
 from dit_graph.config import GraphConfig
 from dit_graph.devices import device_named
 from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, NotReplayed
+from dit_graph.explain import Explanation, explain
 from dit_graph.install import Install, switched_off
 from dit_graph.modes.denoise import Pictures, denoisers, warm_module, warm_pipeline
 from dit_graph.pool import Pool
@@ -91,6 +92,15 @@ class Handle:
     def report(self) -> str:
         """What is recorded, what is not and why, as text."""
         return render(self.installs.values(), self._replaced())
+
+    def explain(self, *, time: bool = False) -> Explanation:
+        """The segment map of every recording; `str`, `to_dict` and `plot` show it.
+
+        Args:
+            time: also run the steps of each recording one by one and take their times, where a run
+                has no effect; the others say why not.
+        """
+        return explain(self.installs.values(), self._replaced(), time)
 
     def disable(self) -> None:
         """Give every forward back; see `dit_graph.disable`."""

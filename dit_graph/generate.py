@@ -4,7 +4,6 @@ Owns the order of things: check all that can be checked, load, record, draw, rep
 """
 
 import json
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +16,9 @@ from tqdm import tqdm
 
 import dit_graph
 from dit_graph.cli import files, model
-from dit_graph.cli.errors import UsageError, one_line
+from dit_graph.cli.errors import UsageError, exit_code, one_line, told
 from dit_graph.cli.options import Options, parse
 from dit_graph.cli.parser import Size
-from dit_graph.embedded import UnknownConcept
-
-log = logging.getLogger("dit_graph")
 
 _NOTHING = {"calls": 0, "cold": 0, "captures": 0, "replays": 0, "eager": {}}
 """The counters of a run under --no-graph, where nothing counts."""
@@ -34,15 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, 2 after an error that was told in one line, 130 when interrupted.
     """
-    try:
-        _run(parse(argv))
-    except (UsageError, UnknownConcept) as error:
-        print(f"generate: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("generate: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code("generate", lambda: _run(parse(argv)))
 
 
 def _run(options: Options) -> None:
@@ -101,7 +89,7 @@ class _Run:
         for name in ("num_inference_steps", "output_type"):  # which warmup sets itself
             call.pop(name, None)
         sizes = [(size["height"], size["width"]) for size in self.options.warmup_sizes]
-        with _told("warming up"):
+        with told("warming up"):
             handle.warmup(sizes=sizes, **call)
 
     def draw(self) -> None:
@@ -127,7 +115,7 @@ class _Run:
         return {**self.fixed, **size, "prompt": prompt, "generator": generators}
 
     def _pictures(self, prompt: str, size: Size, done: int) -> list[Image.Image]:
-        with _told(f"drawing {prompt!r}"):
+        with told(f"drawing {prompt!r}"):
             output = self.pipe(**self._call(prompt, size, done))
         if hasattr(output, "images"):
             return list(output.images)
@@ -162,18 +150,6 @@ class _Run:
         if options.pipeline_kwargs:
             settings["pipeline_kwargs"] = json.dumps(options.pipeline_kwargs)
         return settings
-
-
-@contextmanager
-def _told(doing: str) -> Iterator[None]:
-    """Turn what a pipeline raises over its arguments or its machine into one line."""
-    try:
-        yield
-    except UnknownConcept:
-        raise
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
-        log.debug("%s failed", doing, exc_info=True)
-        raise UsageError(f"{doing}: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _write(picture: Image.Image, path: Any, settings: dict[str, str]) -> None:

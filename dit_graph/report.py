@@ -35,15 +35,20 @@ def render(installs: Iterable[Any], notes: list[str]) -> str:
     return "\n".join(lines)
 
 
+def notes_of(install: Any) -> Iterator[str]:
+    """What stands between a module and its recordings, or stood there once."""
+    if not install.installed:
+        yield "not installed: another hook took the slot away"
+    if install.compiled_over:
+        yield install.compiled_over
+    yield from install.notes
+
+
 def _install(install: Any) -> Iterator[str]:
     runner: Runner | None = install.runner
     where = runner.pool.device.on if runner else "no device"
     yield f"{install.name} ({type(install.module).__name__}) on {where}, {install.config.backend}"
-    if not install.installed:
-        yield "  ! not installed: another hook took the slot away"
-    if install.compiled_over:
-        yield f"  ! {install.compiled_over}"
-    for note in install.notes:
+    for note in notes_of(install):
         yield f"  ! {note}"
     eager = install.eager + (runner.refused if runner else Counter())
     for reason, count in eager.items():

@@ -136,7 +136,7 @@ class Runner:
         return entry, Decision("eager", reason) if reason else decision
 
     def _new_proof(self) -> Proof:
-        times = self.config.gate == "measure" and self.pool.device.timer() is not None
+        times = self.config.gate == "measure" and self.pool.device.time_counts
         return Proof(self.config.verify, Gate(self.config.min_gain) if times else None)
 
     def _new_shape(self, key: GraphKey) -> Decision:
@@ -367,9 +367,9 @@ class Runner:
     def _timed(self, what: str, entry: Entry, run: Callable[[], Any]) -> Any:
         """Run it, with the device's clock while the gate is open."""
         gate = entry.proof.gate
-        timer = None if gate is None or gate.decided else self.pool.device.timer()
-        if gate is None or timer is None:
+        if gate is None or gate.decided:
             return run()
+        timer = self.pool.device.timer()
         timer.start()
         out = run()
         timer.stop()

@@ -36,6 +36,7 @@ class Break:
     where: str
     marked: bool = False
     in_place: set[int] = field(default_factory=set)  # results that are no new tensors
+    module: str | None = None  # path of the submodule that ran; "" is the module itself
 
     def __call__(self) -> None:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)

@@ -7,8 +7,9 @@ capture knows how to make one.
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,6 +51,7 @@ _READ_SCALARS = {  # the value of a 0-dim CPU operand goes into the launch
     _aten.masked_fill_.Tensor,
 }
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MODULE_CALL = cast(Any, torch.nn.Module.__call__).__code__
 
 
 class OpWatch(TorchDispatchMode):
@@ -231,3 +233,20 @@ def source_line() -> str:
     code = frame.f_code
     file = "/".join(code.co_filename.rsplit("/", 2)[-2:])
     return f"{file}:{frame.f_lineno} in {code.co_name}"
+
+
+def module_path(names: Mapping[int, str]) -> str | None:
+    """The path of the innermost module of `names` (id → path) whose call runs now, if any.
+
+    Reads only the frames of `Module.__call__`, inside which all that a forward calls lies and which
+    drop none of their locals: up to Python 3.12 a look at a frame's locals keeps them for as long
+    as the frame lives, and in a forward's own frame that would keep old activations.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            path = names.get(id(frame.f_locals["self"]))
+            if path is not None:
+                return path
+        frame = frame.f_back
+    return None

@@ -26,7 +26,8 @@ class Backend(ABC):
         config: GraphConfig,
     ) -> Capture:
         known = [*module.parameters(), *module.buffers()]
-        return Capture(device, memory, static, known, self.name != "full", config.breaks)
+        names = {id(child): path for path, child in module.named_modules()}
+        return Capture(device, memory, static, known, self.name != "full", config.breaks, names)
 
     @abstractmethod
     def record(

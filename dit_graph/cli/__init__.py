@@ -1,1 +1,1 @@
-"""The parts of `python -m dit_graph.generate`: its options, its model, its files."""
+"""The command lines: `explain`, and the parts of `generate`: options, model, files."""

@@ -1,4 +1,13 @@
-"""The one error of the command line, and how errors are told."""
+"""The one error of the command lines, and how errors are told."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dit_graph.embedded import UnknownConcept
+
+log = logging.getLogger("dit_graph")
 
 
 class UsageError(ValueError):
@@ -8,3 +17,28 @@ class UsageError(ValueError):
 def one_line(error: BaseException) -> str:
     """An exception's text without its line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def told(doing: str) -> Iterator[None]:
+    """Turn what a pipeline raises over its arguments or its machine into one line."""
+    try:
+        yield
+    except UnknownConcept:
+        raise
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        log.debug("%s failed", doing, exc_info=True)
+        raise UsageError(f"{doing}: {type(error).__name__}: {one_line(error)}") from error
+
+
+def exit_code(command: str, run: Callable[[], None]) -> int:
+    """Run a command line: 0, 2 after an error that was told in one line, 130 when interrupted."""
+    try:
+        run()
+    except (UsageError, UnknownConcept) as error:
+        print(f"{command}: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130
+    return 0

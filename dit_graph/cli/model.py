@@ -25,17 +25,6 @@ from dit_graph.embedded.pipeline import EmojiPipeline, check_size
 log = logging.getLogger("dit_graph")
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_OWN = {
-    "prompt": "PROMPT",
-    "negative_prompt": "--negative-prompt",
-    "height": "--size",
-    "width": "--size",
-    "num_inference_steps": "--steps",
-    "guidance_scale": "--guidance-scale",
-    "num_images_per_prompt": "--num-images-per-prompt",
-    "generator": "--seed",
-}
-"""Arguments of the call that have an option of their own."""
 
 
 def check(options: Options) -> None:
@@ -47,8 +36,8 @@ def check(options: Options) -> None:
     for lora in options.loras:
         if not Path(lora).expanduser().exists() and not _is_hub_id(lora):
             raise UsageError(f"--lora {lora}: no such file or folder; give the path of a LoRA")
-    folder = _folder(options.model)
-    name = _class_name(folder) if folder is not None else ""
+    folder = _folder(options)
+    name = _class_name(folder, options) if folder is not None else ""
     if name == EmojiPipeline.__name__:
         assert folder is not None
         arguments(EmojiPipeline, options)
@@ -61,8 +50,9 @@ def _is_hub_id(text: str) -> bool:
     return bool(_HUB_ID.fullmatch(text)) and not text.endswith((".safetensors", ".bin", ".ckpt"))
 
 
-def _folder(model: str | None) -> Path | None:
+def _folder(options: Options) -> Path | None:
     """The pipeline's local folder; None for one on the hub."""
+    model = options.model
     if model is None:
         return embedded.WEIGHTS
     path = Path(model).expanduser()
@@ -70,13 +60,13 @@ def _folder(model: str | None) -> Path | None:
         return path
     if path.exists() or not _is_hub_id(model):
         raise UsageError(
-            f"--model {model}: no such folder; give the folder of a saved diffusers pipeline, "
-            "or a hub id OWNER/NAME"
+            f"{options.spelling['model']} {model}: no such folder; give the folder of a saved "
+            "diffusers pipeline, or a hub id OWNER/NAME"
         )
     return None
 
 
-def _class_name(folder: Path) -> str:
+def _class_name(folder: Path, options: Options) -> str:
     index = folder / "model_index.json"
     if folder == embedded.WEIGHTS and not index.is_file():
         return ""  # loading says what is missing
@@ -84,8 +74,8 @@ def _class_name(folder: Path) -> str:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--model {folder}: has no readable model_index.json, so it is no saved diffusers "
-            "pipeline"
+            f"{options.spelling['model']} {folder}: has no readable model_index.json, so it is no "
+            "saved diffusers pipeline"
         ) from error
     return str(name)
 
@@ -126,8 +116,8 @@ def arguments(cls: type, options: Options) -> dict[str, Any]:
     }
     given = {name: value for name, value in given.items() if value is not None}
     _check_taken(cls, options, given)
-    given |= _more(cls, options.pipeline_kwargs)
-    if "num_frames" in taken and given.setdefault("num_frames", 1) != 1:
+    given |= _more(cls, options)
+    if "num_frames" in taken and given.setdefault("num_frames", 1) != 1 and options.draws:
         raise UsageError("--pipeline-kwargs num_frames: pictures are drawn here, so it must be 1")
     return {**given, "output_type": "pil"} if "output_type" in taken else given
 
@@ -135,25 +125,27 @@ def arguments(cls: type, options: Options) -> dict[str, Any]:
 def _check_taken(cls: type, options: Options, given: Iterable[str]) -> None:
     taken = inspect.signature(cls.__call__).parameters
     sides = {name for size in (*options.sizes, *options.warmup_sizes) for name in size}
-    for name in ("prompt", "generator", *given, *sorted(sides)):
+    always = ("prompt", "generator") if options.draws else ("prompt",) * bool(options.prompts)
+    for name in (*always, *given, *sorted(sides)):
         if name not in taken:
-            raise UsageError(f"{cls.__name__} takes no {name}, which {_OWN[name]} needs")
+            needs = options.spelling[name]
+            raise UsageError(f"{cls.__name__} takes no {name}, which {needs} needs")
     if options.loras and not (hasattr(cls, "load_lora_weights") or cls is EmojiPipeline):
         raise UsageError(f"{cls.__name__} takes no LoRA, which --lora needs")
 
 
-def _more(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _more(cls: type, options: Options) -> dict[str, Any]:
     """The arguments of `--pipeline-kwargs`, once the class takes them."""
     taken = inspect.signature(cls.__call__).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    for name in kwargs:
-        if name in _OWN:
-            raise UsageError(f"--pipeline-kwargs {name}: use {_OWN[name]}")
+    for name in options.pipeline_kwargs:
+        if name in options.spelling:
+            raise UsageError(f"--pipeline-kwargs {name}: use {options.spelling[name]}")
         if name in ("self", "output_type", "return_dict"):
-            raise UsageError(f"--pipeline-kwargs {name}: is not free, pictures are drawn here")
+            raise UsageError(f"--pipeline-kwargs {name}: is not free, it is set here")
         if name not in taken and not anything:
             raise UsageError(f"--pipeline-kwargs {name}: {cls.__name__} takes no such argument")
-    return kwargs
+    return options.pipeline_kwargs
 
 
 def effective(cls: type, call: dict[str, Any], name: str) -> Any:
@@ -182,11 +174,11 @@ def load(options: Options) -> Any:
 
 
 def _load(options: Options) -> Any:
-    folder = _folder(options.model)
+    folder = _folder(options)
     if options.model is None:
         return embedded.load(options.dtype)
     cls: Any = DiffusionPipeline
-    if folder is not None and _class_name(folder) == EmojiPipeline.__name__:
+    if folder is not None and _class_name(folder, options) == EmojiPipeline.__name__:
         cls = EmojiPipeline  # which diffusers itself does not know
     return cls.from_pretrained(folder or options.model, dtype=options.dtype)
 

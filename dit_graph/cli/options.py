@@ -4,10 +4,10 @@ Reads the prompt file; it loads nothing and knows no model.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,8 +20,22 @@ from dit_graph.config import Backend
 class Options:
     """What was asked for, checked as far as that goes without a model.
 
-    `None` is "not given" throughout: the pipeline's own default holds.
+    `None` is "not given" throughout: the pipeline's own default holds. `spelling` has the option
+    of each argument of a pipeline's call that has one, and `model`'s.
     """
+
+    spelling: ClassVar[Mapping[str, str]] = {
+        "model": "--model",
+        "prompt": "PROMPT",
+        "negative_prompt": "--negative-prompt",
+        "height": "--size",
+        "width": "--size",
+        "num_inference_steps": "--steps",
+        "guidance_scale": "--guidance-scale",
+        "num_images_per_prompt": "--num-images-per-prompt",
+        "generator": "--seed",
+    }
+    draws: ClassVar[bool] = True  # pictures, one frame each
 
     prompts: tuple[str, ...]
     negative_prompt: str | None
@@ -61,11 +75,11 @@ def parse(argv: Sequence[str] | None) -> Options:
     given = parser().parse_intermixed_args(argv)
     if given.no_graph and given.warmup_sizes:
         raise UsageError("--warmup-sizes records graphs, which --no-graph forbids; give one")
-    device = _device(given.device)
+    device = device_or(given.device, "cpu")
     dtype = given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     return Options(
         prompts=_prompts(given),
-        negative_prompt=_plain(given.negative_prompt, "--negative-prompt"),
+        negative_prompt=plain(given.negative_prompt, "--negative-prompt"),
         sizes=_chosen_sizes(given),
         steps=given.steps,
         guidance_scale=given.guidance_scale,
@@ -84,10 +98,11 @@ def parse(argv: Sequence[str] | None) -> Options:
     )
 
 
-def _device(name: str | None) -> str:
+def device_or(name: str | None, otherwise: str) -> str:
+    """The device that was asked for; else cuda where there is one, and `otherwise` elsewhere."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no CUDA device; use --device cpu or recorder")
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+    return name or ("cuda" if torch.cuda.is_available() else otherwise)
 
 
 def _prompts(given: argparse.Namespace) -> tuple[str, ...]:
@@ -99,7 +114,7 @@ def _prompts(given: argparse.Namespace) -> tuple[str, ...]:
     for number, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             raise UsageError(f"prompt {number} is empty ({prompt!r}); say what to draw")
-        _plain(prompt, f"prompt {number}")
+        plain(prompt, f"prompt {number}")
     return tuple(prompts)
 
 
@@ -117,7 +132,7 @@ def _lines(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def _plain(text: str | None, name: str) -> str | None:
+def plain(text: str | None, name: str) -> str | None:
     """`text`, which must be Unicode: bytes that are none arrive as surrogates."""
     try:
         (text or "").encode()

@@ -25,12 +25,14 @@ Size = dict[str, int]
 """`height` and `width` in pixels; one that is missing is left to the pipeline."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse would print and exit."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
-def _whole(low: int) -> Callable[[str], int]:
+def whole(low: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -55,7 +57,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _size(text: str) -> Size:
+def size(text: str) -> Size:
     width, _, height = text.lower().partition("x")
     if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
         raise argparse.ArgumentTypeError(
@@ -65,16 +67,16 @@ def _size(text: str) -> Size:
 
 
 def _sizes(text: str) -> tuple[Size, ...]:
-    return tuple(_size(part.strip()) for part in text.split(","))
+    return tuple(size(part.strip()) for part in text.split(","))
 
 
-def _dtype(text: str) -> torch.dtype:
+def dtype(text: str) -> torch.dtype:
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(DTYPES)}; got {text!r}")
     return DTYPES[text]
 
 
-def _object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -97,7 +99,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The parser; what it refuses is a UsageError."""
-    built = _Parser(
+    built = Parser(
         prog="python -m dit_graph.generate",
         description="Draw pictures with a diffusers pipeline whose transformer is replayed from "
         "CUDA graphs. Without --model the small embedded model draws; it needs no download.",
@@ -118,23 +120,23 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     add("--prompt", nargs="+", action="extend", default=[], metavar="PROMPT", help="likewise")
     add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line")
     add("--negative-prompt", metavar="TEXT", help="what to steer away from")
-    add("--size", type=_size, action="append", metavar="WxH", help="pixels; may be repeated")
-    add("--height", type=_whole(1), metavar="H", help="pixels, instead of --size")
-    add("--width", type=_whole(1), metavar="W", help="pixels, instead of --size")
-    add("--steps", "--num-inference-steps", type=_whole(1), metavar="N", help="denoising steps")
+    add("--size", type=size, action="append", metavar="WxH", help="pixels; may be repeated")
+    add("--height", type=whole(1), metavar="H", help="pixels, instead of --size")
+    add("--width", type=whole(1), metavar="W", help="pixels, instead of --size")
+    add("--steps", "--num-inference-steps", type=whole(1), metavar="N", help="denoising steps")
     add("--guidance-scale", type=_finite, metavar="X", help="above 1 usually with guidance")
-    add("--seed", type=_whole(0), default=0, metavar="N",
+    add("--seed", type=whole(0), default=0, metavar="N",
         help="of the first picture; every following one has the next (default 0)")  # fmt: skip
-    add("--num-images-per-prompt", type=_whole(1), default=1, metavar="N",
+    add("--num-images-per-prompt", type=whole(1), default=1, metavar="N",
         help="pictures of each prompt and size, drawn together (default 1)")  # fmt: skip
-    add("--pipeline-kwargs", type=_object, default={}, metavar="JSON",
+    add("--pipeline-kwargs", type=json_object, default={}, metavar="JSON",
         help="an object with more arguments of the pipeline's call")  # fmt: skip
 
 
 def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model", metavar="PATH_OR_ID", help="a diffusers pipeline's folder or hub id OWNER/NAME")
-    add("--dtype", type=_dtype, metavar="TYPE",
+    add("--dtype", type=dtype, metavar="TYPE",
         help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
     add("--lora", action="append", default=[], metavar="PATH", help="LoRA; may be repeated")
     add("--device", choices=("cuda", "cpu", "recorder"),

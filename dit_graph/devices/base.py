@@ -69,7 +69,7 @@ class Memory(ABC):
 
 
 class Timer(ABC):
-    """Times what is launched on the current stream between `start` and `stop`."""
+    """Takes the time of what is launched between `start` and `stop`, on the device's own clock."""
 
     @abstractmethod
     def start(self) -> None: ...
@@ -79,7 +79,7 @@ class Timer(ABC):
 
     @abstractmethod
     def ms(self) -> float | None:
-        """Milliseconds of device time; None while the device has not come to the end. No wait."""
+        """Milliseconds, or None while the device has not come to `stop` yet."""
 
 
 class Device(ABC):
@@ -88,6 +88,7 @@ class Device(ABC):
     name: str
     type: str
     on: torch.device
+    time_counts = True  # whether a replay's time says something about the device
     host_type: str | None  # the device type whose tensors a graph cannot hold
 
     @abstractmethod
@@ -134,8 +135,7 @@ class Device(ABC):
         """What is free on the device or kept unused by its allocator."""
 
     @abstractmethod
-    def timer(self) -> Timer | None:
-        """A new timer; None where time says nothing about the device."""
+    def timer(self) -> Timer: ...
 
     @abstractmethod
     def failed(self) -> bool:

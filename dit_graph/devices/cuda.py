@@ -111,26 +111,28 @@ class _Bytes:
         }
 
 
-class CudaTimer(Timer):
-    """Two events; elapsed time is that of the device, gaps between launches included."""
-
-    def __init__(self) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-    def start(self) -> None:
-        self._events[0].record()
-
-    def stop(self) -> None:
-        self._events[1].record()
-
-    def ms(self) -> float | None:
-        first, last = self._events
-        return first.elapsed_time(last) if last.query() else None
-
-
 _STREAMS: dict[int, torch.cuda.Stream] = {}
 _ALONE = threading.RLock()
 """Cold calls and captures share one stream a device, so that its library workspaces exist once."""
+
+
+class CudaTimer(Timer):
+    """Two events on the stream that is current on `on`; neither makes the host wait."""
+
+    def __init__(self, on: torch.device) -> None:
+        self._on = on
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._stopped = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> None:
+        self._started.record(torch.cuda.current_stream(self._on))
+
+    def stop(self) -> None:
+        self._stopped.record(torch.cuda.current_stream(self._on))
+
+    def ms(self) -> float | None:
+        done = self._stopped.query()
+        return float(self._started.elapsed_time(self._stopped)) if done else None
 
 
 class Cuda(Device):
@@ -198,7 +200,7 @@ class Cuda(Device):
         return int(torch.cuda.mem_get_info(self.on)[0]) + unused
 
     def timer(self) -> CudaTimer:
-        return CudaTimer()
+        return CudaTimer(self.on)
 
     def failed(self) -> bool:
         try:

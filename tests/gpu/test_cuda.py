@@ -265,3 +265,26 @@ def test_the_embedded_model_draws_the_same_pixels(batch: int) -> None:
     stats = handle.stats()
     # 64x96 and 96x64 have the same packed shapes; their positions are tensors
     assert stats == {"calls": 24, "cold": 2, "captures": 2, "replays": 20, "eager": {}}
+
+
+def test_steps_are_timed_on_the_device(machine: Machine) -> None:
+    """A launch returns at once, so a host's clock would not see how long the last segment takes."""
+
+    def body(m: Any, x: Any) -> Any:
+        h = x @ x.t()
+        h = h * int((h.sum() > -1e30).item())
+        wide = torch.ones(4096, 4096, device=x.device)
+        for _ in range(8):
+            wide = wide @ wide * 1e-4
+        return h + wide[0, 0]
+
+    pair = machine.pair(Module(body))
+    for i in range(4):
+        pair(rows(i).to(CUDA))
+    (bucket,) = pair.handle.explain(time=True).modules[0].buckets
+    (variant,) = bucket.variants
+    assert [step.kind for step in variant.steps] == ["segment", "break", "segment"]
+    first, read, last = (step.ms or 0.0 for step in variant.steps)
+    assert first > 0 and read > 0 and last > max(1.0, first), variant
+    pair(rows(9).to(CUDA))
+    assert pair.replays == 3

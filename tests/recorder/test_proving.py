@@ -23,6 +23,7 @@ def clock(monkeypatch: Any) -> list[float]:
     """A device whose time a test moves, in milliseconds."""
     now = [0.0]
     monkeypatch.setattr(Recorder, "clock", staticmethod(lambda: now[0]))
+    monkeypatch.setattr(Recorder, "time_counts", True)
     return now
 
 

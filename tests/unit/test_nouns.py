@@ -272,8 +272,8 @@ LAYERS = [
     {"errors"}, {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds"}, {"watch", "writes"},
-    {"opaque", "homes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"modes"},
-    {"install"}, {"enable"},
+    {"opaque", "homes"}, {"capture", "pool"}, {"backends"}, {"runner"}, {"report"}, {"explain"},
+    {"modes"}, {"install"}, {"enable"},
 ]  # fmt: skip
 
 

@@ -1,0 +1,28 @@
+"""The segment map of what is recorded: as text, as plain dicts, and as a picture.
+
+Reads runners, entries and tapes; changes nothing, and times steps only when it is asked to.
+"""
+
+from dit_graph.explain.facts import (
+    Bucket,
+    Explanation,
+    ExternalRead,
+    GuardedValue,
+    HandedValue,
+    Module,
+    Step,
+    Variant,
+)
+from dit_graph.explain.read import explain
+
+__all__ = [
+    "Bucket",
+    "Explanation",
+    "ExternalRead",
+    "GuardedValue",
+    "HandedValue",
+    "Module",
+    "Step",
+    "Variant",
+    "explain",
+]

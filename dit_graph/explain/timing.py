@@ -1,0 +1,82 @@
+"""Runs the steps of a recording one by one and takes their times, where that changes nothing."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+
+from dit_graph.devices.base import Timer
+from dit_graph.errors import BreakResultChanged, GuardMismatch
+from dit_graph.pool import Pool
+from dit_graph.tape import Break, Tape, WholeCall
+
+_ROUNDS = 3
+
+
+def time_steps(tape: Tape, pool: Pool) -> tuple[list[float], str]:
+    """Milliseconds a step, the median of some rounds after one that warms up; or none, and why.
+
+    The staged arguments keep the last call's values and `tape.guards` are not checked, so what is
+    computed is of no use and goes nowhere.
+    """
+    if why := "a call is running" if pool.busy else effect_of(tape):
+        return [], why
+    rounds = [[pool.device.timer() for _ in tape.steps] for _ in range(_ROUNDS)]
+    generators = pool.device.generators()
+    # inference mode may write into memory that was made in it, and into any other
+    with pool.using(), torch.inference_mode(), _put_back(generators) as states:
+        try:
+            for step in tape.steps:
+                step()
+            # an operation that may draw, such as attention with its dropout, need not do so
+            if any(not torch.equal(g.get_state(), s) for g, s in zip(generators, states)):
+                return [], "it draws random numbers"
+            for timers in rounds:
+                for step, timer in zip(tape.steps, timers):
+                    timer.start()
+                    step()
+                    timer.stop()
+        except (GuardMismatch, BreakResultChanged) as error:
+            return [], f"recorded for other values than the last call's: {error.place}"
+        except Exception as error:  # for example without the autocast of its calls
+            return [], f"a step fails outside of a call: {error!r}"
+    return [median(_waited_for(timer) for timer in of_step) for of_step in zip(*rounds)], ""
+
+
+def _waited_for(timer: Timer) -> float:
+    while (ms := timer.ms()) is None:
+        time.sleep(0.0005)
+    return ms
+
+
+@contextmanager
+def _put_back(generators: list[torch.Generator]) -> Iterator[list[torch.Tensor]]:
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield states
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+
+
+def effect_of(tape: Tape) -> str:
+    """What a run of these steps outside of any call would change for good; empty if nothing."""
+    if any(isinstance(step, WholeCall) for step in tape.steps):
+        return "the whole forward is Python code, which may have side effects"
+    if tape.written_inputs:
+        return "it writes into its arguments"
+    if tape.written_outside:
+        return "it writes tensors from outside the call"
+    for step in tape.breaks():
+        if step.marked:
+            return f"a marked break may have side effects: {step.reason}"
+        if _in_place(step):
+            return f"an eager function writes in place: {step.reason}"
+    return ""
+
+
+def _in_place(step: Break) -> bool:
+    """A torch function that a pattern keeps eager: unlike an operation it has no schema."""
+    return not hasattr(step.fn, "_schema") and getattr(step.fn, "__name__", "").endswith("_")
