@@ -103,12 +103,14 @@ class Capture:
         self.arrays.clear()
         tape, out = self.tape, pytree.tree_map(plain, out)
         leaves, tape.spec = pytree.tree_flatten(out)
+        self.refuse_hidden(tensors_of(leaves))
         tape.leaves = [result_leaf(leaf, self.known, self._static) for leaf in leaves]
         tape.written_inputs = [
             i
             for i, t in enumerate(self._static)
             if t._version != self._versions[i] or storage_of(t) in self._writes.arguments
         ]
+        self._restart_point()  # a replay may fail at its last step
         tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
         tape.effects = self._effects()
         return out
@@ -164,8 +166,9 @@ class Capture:
         self._writes.note(func, args, kwargs, lambda action: action())
         self._random |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         out = func(*args, **kwargs)
+        given = set(map(storage_of, tensors_of((args, kwargs))))
         for t in tensors_of(out):
-            if self.known.kind(t) is None and all(t is not o for o in tensors_of((args, kwargs))):
+            if self.known.kind(t) is None and storage_of(t) not in given:
                 self.known.mark(t, Kind.BREAK)
         return out
 
@@ -173,8 +176,15 @@ class Capture:
         segment = self._open()
         return self.alone(self._in_segment, (segment, func, args, kwargs), {})
 
+    def refuse_hidden(self, tensors: list[torch.Tensor]) -> None:
+        """What a marked break made and did not return is made anew where no replay sees it."""
+        if any(self.known.kind(t) is Kind.BREAK for t in tensors):
+            where = source_line()
+            raise CaptureError(f"a tensor made in a marked break, no result of it, at {where}")
+
     def _in_segment(self, segment: Segment, func: Any, args: Any, kwargs: Any) -> Any:
         operands = tensors_of((args, kwargs))
+        self.refuse_hidden(operands)
         self._writes.note(func, args, kwargs, segment.before_launch)
         for t in operands:
             if self.known.kind(t) in (None, Kind.CONSTANT):
@@ -260,6 +270,7 @@ class Capture:
     ) -> Any:
         self._writes.note(fn, args, kwargs, lambda action: action())
         operands = tensors_of((args, kwargs))
+        self.refuse_hidden(operands)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         held = [self.known.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
         result = now(*args, **kwargs)
@@ -316,8 +327,9 @@ class Capture:
 
     def _written_outside(self) -> list[torch.Tensor]:
         """Tensors from outside that were written: seen as operations, or moved by compiled code."""
+        seen = set(map(storage_of, self._writes.outside))
         moved = [t for t, version in self._outside if t._version != version]
-        return self._writes.outside + moved
+        return self._writes.outside + [t for t in moved if storage_of(t) not in seen]
 
     def _is_guard(self, fn: Any, outs: list[Any]) -> bool:
         dynamic = torch.Tag.dynamic_output_shape in getattr(fn, "tags", ())

@@ -16,8 +16,8 @@ def miss(key: GraphKey, recorded: Iterable[GraphKey]) -> str:
 
     Empty when nothing was recorded yet.
     """
-    found = [differences(key, other) for other in recorded]
-    return "; ".join(sorted(found, key=len)[0]) if found else ""
+    found = [(len(d := differences(key, other)), _gap(key, other), d) for other in recorded]
+    return "; ".join(min(found)[2]) if found else ""
 
 
 def differences(key: GraphKey, other: GraphKey) -> list[str]:
@@ -42,6 +42,14 @@ def _fields(key: GraphKey) -> dict[str, tuple[Any, ...]]:
         f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}": key.leaves[i]
         for path, i in pytree.tree_flatten_with_path(numbered)[0]
     }
+
+
+def _gap(key: GraphKey, other: GraphKey) -> int:
+    return abs(_elements(key) - _elements(other))
+
+
+def _elements(key: GraphKey) -> int:
+    return sum(leaf[1].numel() for leaf in key.leaves if leaf[0] == "tensor")
 
 
 def _leaf(name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> list[str]:

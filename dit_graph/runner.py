@@ -3,6 +3,7 @@
 import functools
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -265,7 +266,8 @@ class Runner:
             self._raise_if_failed(error, f"recording {entry.label}")
             capture.undo.roll_back()
             before.restore()
-            self.pool.close(generation)
+            traceback.clear_frames(error.__traceback__)  # their locals would look like survivors
+            self._let_go(generation, capture.known.survivors(None))
             if is_out_of_memory(error) and not last_try and self._free():
                 return self._capture(entry, call, args, kwargs, last_try=True)
             return self._failed(entry, error, args, kwargs)
@@ -303,7 +305,14 @@ class Runner:
             if (too_large := self.pool.fit(generation)) not in ("", "again"):
                 entry.block(too_large)
             return
-        self.pool.close(generation)
+        self._let_go(generation, survivors)
+
+    def _let_go(self, generation: Any, survivors: int) -> None:
+        """Record no more into it; replays into it would write over what outlives a capture."""
+        if survivors:
+            self.pool.retire(generation)
+        else:
+            self.pool.close(generation)
 
     def _failed(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
         reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {error!r}"

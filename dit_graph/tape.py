@@ -184,11 +184,11 @@ class Undo:
     def __init__(self, generators: list[torch.Generator]) -> None:
         self._generators = generators
         self._kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._states: list[torch.Tensor] = []
+        self._states: list[Any] = []
 
     def take(self, tensors: list[torch.Tensor], random: bool) -> None:
         self._kept = [(t, [t.clone()]) for t in tensors]
-        self._states = [g.get_state() for g in self._generators] if random else []
+        self._states = list(map(_position, self._generators)) if random else []
 
     def promise(
         self, tensor: torch.Tensor, later: Callable[[Callable[[], object]], object]
@@ -203,4 +203,12 @@ class Undo:
             if kept:
                 tensor.copy_(kept[0])
         for generator, state in zip(self._generators, self._states):
-            generator.set_state(state)
+            if isinstance(state, int):
+                generator.set_offset(state)
+            else:
+                generator.set_state(state)
+
+
+def _position(generator: torch.Generator) -> Any:
+    """Where a generator stands; nothing that is recorded seeds it anew."""
+    return generator.get_offset() if generator.device.type == "cuda" else generator.get_state()

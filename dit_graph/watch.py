@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from dit_graph.errors import CaptureError
 from dit_graph.guards import DeviceNumber, plain
 from dit_graph.key import tensors_of
-from dit_graph.kinds import Kind
 
 if TYPE_CHECKING:
     from dit_graph.capture import Capture
@@ -76,8 +75,7 @@ def classify(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _LIFTS:
         c.constant(operands)
         return func(*args, **kwargs)
-    if any(c.known.kind(t) is Kind.BREAK for t in operands):
-        raise CaptureError(f"a tensor made in a marked break, no result of it, at {source_line()}")
+    c.refuse_hidden(operands)
     tags = getattr(func, "tags", ())
     random = torch.Tag.nondeterministic_seeded in tags
     if random:
