@@ -15,8 +15,8 @@ class ModuleWatcher:
     """Compares the module with what its recordings stand on.
 
     A picture begins when `pictures()` gives another number: the full comparison runs at that call
-    and at the next one, and a cheap one between them. Where it gives None, every call is compared
-    in full.
+    (and at the one after a change), and a cheap one in the calls that follow. Where it
+    gives None, every call is compared in full.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class ModuleWatcher:
         self._pictures = pictures
         self._picture: int | None = None
         self._again = False
+        self._in_full = False
         self._known: Fingerprint | None = None
         self._written: set[str] = set()
         self._streak = 0
@@ -44,11 +45,22 @@ class ModuleWatcher:
         """Why nothing can be replayed now, or None."""
         return global_hook() or self._blocker
 
-    def changed(self) -> str | None:
+    @property
+    def known(self) -> Fingerprint:
+        """The state that the recordings stand on."""
+        assert self._known is not None
+        return self._known
+
+    def changed_since(self) -> str | None:
+        """The same in full, for a call that only the cheap comparison has let through."""
+        return None if self._in_full else self.changed(in_full=True)
+
+    def changed(self, in_full: bool = False) -> str | None:
         """What differs from the state that the recordings stand on, or None."""
         picture = self._pictures()
         begins = picture is None or picture != self._picture
-        full, self._again, self._picture = begins or self._again, begins, picture
+        full, self._again, self._picture = in_full or begins or self._again, False, picture
+        self._in_full = full
         if self._known is not None and not full and self._glance() == self._seen:
             return None
         self._seen = self._glance()

@@ -130,6 +130,8 @@ class Runner:
             entry = self.entries.new(call.key, self._new_proof())
             if entry.differs:
                 log.info("dit_graph: %s: new signature: %s", self.name, entry.differs)
+        if entry.decide().action != "eager" and (change := self._state.changed_since()):
+            self._invalidate(change)
         decision = entry.decide()
         if decision.action == "eager" or not self.pool.crowded:
             return entry, decision
@@ -203,7 +205,7 @@ class Runner:
 
     def _cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         entry.cold += 1
-        before, drawn = Fingerprint(self._module), host_generators(self._generators)
+        before, drawn = self._state.known, host_generators(self._generators)
 
         def run() -> Any:
             with self.pool.device.stream():
@@ -240,7 +242,7 @@ class Runner:
         self, entry: Entry, call: Call, args: Any, kwargs: Any, last_try: bool = False
     ) -> Any:
         started = time.perf_counter()
-        before = Fingerprint(self._module)
+        before = self._state.known
         generation = self.pool.generation()
         if entry.static is None:
             with torch.inference_mode(False):  # so that writes into them are counted

@@ -35,14 +35,17 @@ class Fingerprint:
         self.blocker = walk.blocker  # what is held but can be neither compared nor put back
         self._places = walk.places
         self._tensors = walk.tensors
+        self._plain_tensors = [t for t in walk.tensors if _has_address(t)]
+        self._other_tensors = [t for t in walk.tensors if not _has_address(t)]
         self._addresses = self._now()
         self._flatten()
 
     def _flatten(self) -> None:
         """All that is compared by identity in one list: a thousand submodules have many dicts."""
         self._empty: list[Any] = []
-        self._sized: list[Any] = []
-        self._live: list[Iterable[Any]] = []  # views, so they show what is there when they are read
+        self._listed: list[Any] = []  # lists and the like, whose length is compared by itself
+        self._dicts: list[Iterable[Any]] = []
+        self._values: list[Iterable[Any]] = []  # views, so they show what is there when read
         self._rest: list[Place] = []
         for place in self._places:
             held = (
@@ -54,32 +57,51 @@ class Fingerprint:
                 self._rest.append(place)
             elif not held:
                 self._empty.append(held)
+            elif isinstance(held, dict):  # an OrderedDict's own views are slow
+                self._dicts.append(dict.keys(held))
+                self._values.append(dict.values(held))
+            elif isinstance(held, types.MappingProxyType):
+                self._dicts.append(held.keys())
+                self._values.append(held.values())
             else:
-                self._sized.append(held)
-                self._live += _views(held)
-        self._sizes = list(map(len, self._sized))
-        self._held = list(chain.from_iterable(self._live))
+                self._listed.append(held)
+                self._values.append(held)
+        self._sizes = list(map(len, self._listed))
+        self._keys = list(chain.from_iterable(self._dicts))
+        self._held = list(chain.from_iterable(self._values))
 
     def _sizes_stayed(self) -> bool:
-        return not any(self._empty) and list(map(len, self._sized)) == self._sizes
+        """Whether every container has as many members as before, and every dict its keys."""
+        return (
+            not any(self._empty)
+            and list(map(len, self._listed)) == self._sizes
+            and list(chain.from_iterable(self._dicts)) == self._keys
+        )
 
     def _identical(self) -> bool:
         return (
             self._sizes_stayed()
-            and all(map(is_, chain.from_iterable(self._live), self._held))
+            and all(map(is_, chain.from_iterable(self._values), self._held))
             and not any(next(place.differences(), None) for place in self._rest)
             and self._now() == self._addresses
         )
 
     def _now(self) -> list[tuple[Any, ...]]:
-        return [_address(t) for t in self._tensors]
+        plain = self._plain_tensors
+        return [
+            tuple(map(torch.Tensor.data_ptr, plain)),
+            tuple(map(torch.Tensor.size, plain)),
+            tuple(map(torch.Tensor.stride, plain)),
+            tuple(t.dtype for t in plain),
+            tuple(map(id, self._other_tensors)),
+            tuple(t.requires_grad for t in self._tensors),
+        ]
 
     def _tensor_change(self) -> str | None:
         now = self._now()
         if now == self._addresses:
             return None
-        stayed = all(a[:-1] == b[:-1] for a, b in zip(now, self._addresses))
-        return _GRAD if stayed else _STORAGE
+        return _GRAD if now[:-1] == self._addresses[:-1] else _STORAGE
 
     def first_change(self) -> str | None:
         """Where the state differs now, or None."""
@@ -127,15 +149,6 @@ class Fingerprint:
                 place.restore()
 
 
-def _address(t: torch.Tensor) -> tuple[Any, ...]:
-    if type(t) in _PLAIN_TENSORS and t.layout is torch.strided:
-        return t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad
-    return id(t), t.requires_grad
-
-
-def _views(held: Any) -> list[Iterable[Any]]:
-    if isinstance(held, dict):
-        return [dict.keys(held), dict.values(held)]  # an OrderedDict's own are slow
-    if isinstance(held, types.MappingProxyType):
-        return [held.keys(), held.values()]
-    return [held]
+def _has_address(t: torch.Tensor) -> bool:
+    """Other kinds, such as quantized subclasses, are compared by identity."""
+    return type(t) in _PLAIN_TENSORS and t.layout is torch.strided

@@ -27,6 +27,11 @@ _FOREIGN = {
 }  # fmt: skip
 _LIBRARIES = {"torch", "diffusers", "transformers", "numpy", "dit_graph"} | sys.stdlib_module_names
 _INTERNALS = frozenset(vars(torch.nn.Module()))
+_NOT_IN_A_FORWARD = {  # hooks that no call without gradients runs
+    "_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+}  # fmt: skip
 _Visitor = Callable[[str, Any, bool], None]
 
 
@@ -103,6 +108,8 @@ class Walk:
             module = isinstance(value, torch.nn.Module)
             for key, child in attributes.items():
                 internal = module and key in _INTERNALS
+                if internal and key in _NOT_IN_A_FORWARD:
+                    continue
                 inside = internal and key in ("_modules", "_parameters", "_buffers")
                 step = "" if inside else step_name(key)
                 self._todo.append((f"{path}{step}", child, not internal))

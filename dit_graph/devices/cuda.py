@@ -43,6 +43,7 @@ class CudaSegment(Segment):
         self._before: list[Callable[[], object]] = []
 
     def begin(self) -> None:
+        forget_workspaces()  # so that the graph's own lies in its memory
         self._graph.capture_begin(pool=self._memory.id, capture_error_mode="thread_local")
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -57,6 +58,7 @@ class CudaSegment(Segment):
 
     def end(self) -> None:
         self._close()
+        forget_workspaces()
         for action in self._before:
             action()
         self._before.clear()
@@ -97,6 +99,17 @@ def _forget_capture(pool: Any) -> None:
     graph.capture_begin(capture_error_mode="thread_local")
     torch.zeros(1, device="cuda")
     graph.capture_end()
+
+
+def forget_workspaces() -> None:
+    """Let go of the scratch memory that cuBLAS keeps for every thread and stream.
+
+    A graph writes into the one that it was captured with for as long as it is replayed. One from
+    outside of its memory may be freed beneath it (torch's own graphs do this very call), or be used
+    by an eager call on the capture stream at the same time. cuBLAS takes a new one when it needs
+    one.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 class _Bytes:

@@ -1,0 +1,3 @@
+"""Threads on CUDA."""
+
+from tests.threads import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""Threads on the recorder."""
+
+from tests.threads import *  # noqa: F403
