@@ -246,7 +246,7 @@ def host_time(
     steps, tape.steps = tape.steps, []
     alone = median(lambda: front(**call))
     tape.steps = steps
-    bound = runner._signature.bind((), call)
+    bound = runner.on.signature.bind((), call)
 
     def locked() -> None:
         with runner.pool.using():
@@ -256,7 +256,7 @@ def host_time(
         "bare call": median(lambda: bare(**call)),
         "call": whole,
         "runner alone": alone,
-        "bind and key": median(lambda: runner._signature.bind((), call)),
+        "bind and key": median(lambda: runner.on.signature.bind((), call)),
         "decide": median(lambda: runner._decide(bound)),
         "copy in": median(lambda: entry.static.copy_in(bound.tensors)),
         "result clone": median(lambda: tape.result(bound.tensors)),

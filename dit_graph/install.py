@@ -9,8 +9,10 @@ import torch
 
 from dit_graph.config import GraphConfig
 from dit_graph.errors import NotReplayed, Unsupported
+from dit_graph.graphed import Graphed
 from dit_graph.key import Signature
 from dit_graph.modes.denoise import Pictures
+from dit_graph.modulewatch import ModuleWatcher
 from dit_graph.pool import Pool
 from dit_graph.runner import Runner
 from dit_graph.slot import Slot
@@ -73,14 +75,17 @@ class Install:
         pool = self._pool.pool_on(on)
         with pool.lock:
             if self.runner is None:
+                state = ModuleWatcher(self.module, pool.device.on, self._pictures)
                 self.runner = Runner(
-                    self.name,
-                    self.module,
-                    self._original,
-                    self._signature,
-                    self.config,
-                    pool,
-                    self._pictures,
+                    Graphed(
+                        self.name,
+                        self.module,
+                        self._original,
+                        self._signature,
+                        self.config,
+                        pool,
+                        state,
+                    )
                 )
         return ""
 

@@ -61,13 +61,13 @@ def test_each_variant_and_signature_is_compared_once(machine: Machine, monkeypat
 
     calls = []
     pair = machine.pair(Module(body), verify="first")
-    original = pair.handle.installs["Module"].runner._original
+    original = pair.handle.installs["Module"].runner.on.original
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         return original(*args, **kwargs)
 
-    pair.handle.installs["Module"].runner._original = counted
+    pair.handle.installs["Module"].runner.on.original = counted
     for _ in range(4):
         for value in (1.0, -1.0):
             pair(torch.full((2, 8), value, device=machine.on))

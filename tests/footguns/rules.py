@@ -18,7 +18,6 @@ from dit_graph import (
     misses,
     modulewatch,
     places,
-    state,
     tape,
     watch,
 )
@@ -32,7 +31,8 @@ from dit_graph.kinds import Kind, Known
 from dit_graph.modes.denoise import TimestepsSlot
 from dit_graph.modulewatch import ModuleWatcher
 from dit_graph.pool import Pool
-from dit_graph.runner import Runner
+from dit_graph.record import Recording
+from dit_graph.replay import Replay
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Break, InputView, Undo
 from dit_graph.walk import Walk
@@ -226,7 +226,7 @@ growth_unseen = replaced(Fingerprint, "_sizes_stayed", lambda self: True)
 bare_modules_are_seldom_compared = replaced(Install, "_pictures", lambda self: 0)
 nothing_is_compared = replaced(Fingerprint, "first_change", lambda self: None)
 nothing_is_retired = replaced(Entries, "retire", lambda self, unblock: None)
-own_writes_unseen = replaced(Runner, "_accept", lambda self, before: [])
+own_writes_unseen = replaced(Recording, "_accept", lambda self, before: [])
 no_picture_begins = replaced(
     TimestepsSlot,
     "_begin",
@@ -309,7 +309,7 @@ def replay_errors_come_out(patch: Patch) -> None:
     def broken(self: Any, entry: Any, error: Exception, args: Any, kwargs: Any) -> Any:
         raise error
 
-    patch.setattr(Runner, "_broken", broken)
+    patch.setattr(Replay, "_broken", broken)
 
 
 def breaks_hide_what_they_make(patch: Patch) -> None:

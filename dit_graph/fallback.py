@@ -1,0 +1,72 @@
+"""Eager calls: counted by reason, each reason said once, an error under `strict`."""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dit_graph import breaks
+from dit_graph.entry import Entry
+from dit_graph.errors import BreakResultChanged, CaptureError, DeviceFailed, NotReplayed
+from dit_graph.graphed import Graphed
+from dit_graph.key import tensors_of
+
+log = logging.getLogger("dit_graph")
+
+
+class Fallback:
+    """Answers calls of one module eagerly, by name."""
+
+    def __init__(self, on: Graphed) -> None:
+        self._on = on
+        self.refused: Counter[str] = Counter()  # calls that no entry stands for
+        self.said: set[str] = set()
+
+    def __call__(self, entry: Entry | None, reason: str, args: Any, kwargs: Any) -> Any:
+        self.say(self.refused if entry is None else entry.eager, reason)
+        with breaks.live(self._on.signature.arguments(args, kwargs)):
+            run = functools.partial(self._on.original, *args, **kwargs)
+            return self.with_room(run, (args, kwargs))
+
+    def say(self, counter: Counter[str], reason: str) -> None:
+        """Count an eager call and log the first of each reason; under `strict` an error."""
+        with self._on.pool.lock:
+            counter[reason] += 1
+        if reason not in self.said:
+            self.said.add(reason)
+            log.warning("dit_graph: %s runs eagerly: %s", self._on.name, reason)
+        if self._on.config.strict:
+            raise NotReplayed(f"{self._on.name}: {reason}")
+
+    def with_room(self, run: Callable[[], Any], arguments: Any) -> Any:
+        """Run an eager forward; where memory runs out, again without the recordings."""
+        given = [*tensors_of(arguments), *self._on.module.buffers()]
+        versions = [None if t.is_inference() else t._version for t in given]
+        seeds = self._on.seeds()
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            moved = versions != [None if t.is_inference() else t._version for t in given]
+            if moved or self._on.state.moved() or not self.free():
+                raise
+        self._on.reseed(seeds)
+        return run()
+
+    def free(self) -> bool:
+        """Give the memory of all recordings back, when memory has run out."""
+        held = self._on.pool.release()
+        if held:
+            log.warning("dit_graph: %s: out of memory; all recordings let go", self._on.name)
+            self._on.pool.device.trim()
+        return held
+
+    def raise_if_failed(self, error: Exception, doing: str) -> None:
+        """After a device has failed for good nothing answers, an eager call neither."""
+        ours = isinstance(error, (CaptureError, BreakResultChanged))
+        if not ours and self._on.pool.device.failed():
+            raise DeviceFailed(
+                f"{self._on.name}: the device failed while {doing}: {error}; restart the process"
+            ) from error

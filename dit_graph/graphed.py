@@ -1,0 +1,45 @@
+"""What every action on the calls of one module needs to know. Does nothing itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dit_graph.config import GraphConfig
+from dit_graph.entry import Entries
+from dit_graph.key import Signature
+from dit_graph.modulewatch import ModuleWatcher
+from dit_graph.pool import Pool
+
+
+@dataclass(eq=False)
+class Graphed:
+    """One module under dit_graph.
+
+    Args:
+        module: whose forward it is.
+        original: the forward that was there before.
+        signature: of that forward.
+        state: what the recordings of the module stand on.
+    """
+
+    name: str
+    module: torch.nn.Module
+    original: Callable[..., Any]
+    signature: Signature
+    config: GraphConfig
+    pool: Pool
+    state: ModuleWatcher
+    entries: Entries = field(default_factory=Entries)
+
+    def __post_init__(self) -> None:
+        self.generators = self.pool.device.generators()
+
+    def seeds(self) -> list[torch.Tensor]:
+        """Where the default generators stand."""
+        return [generator.get_state() for generator in self.generators]
+
+    def reseed(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self.generators, states):
+            generator.set_state(state)

@@ -1,0 +1,160 @@
+"""A key's first two calls: warmed up, then recorded; and when a recording may be kept."""
+
+import logging
+import time
+import traceback
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dit_graph.backends import backend_named
+from dit_graph.buffers import StaticBuffers
+from dit_graph.devices.base import is_out_of_memory
+from dit_graph.entry import Entry
+from dit_graph.errors import CaptureError, Conflict
+from dit_graph.fallback import Fallback
+from dit_graph.graphed import Graphed
+from dit_graph.guards import host_generators
+from dit_graph.key import Call
+from dit_graph.state import Fingerprint
+from dit_graph.tape import Tape, own
+
+log = logging.getLogger("dit_graph")
+
+
+class Recording:
+    """Warms up and records the calls of one module."""
+
+    def __init__(self, on: Graphed, fallback: Fallback) -> None:
+        self._on = on
+        self._fallback = fallback
+        self._backend = backend_named(on.config.backend)
+
+    def cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        entry.cold += 1
+        before, drawn = self._on.state.known, host_generators(self._on.generators)
+
+        def run() -> Any:
+            with self._on.pool.device.stream():
+                return self._on.original(*args, **kwargs)
+
+        out = self._fallback.with_room(run, call.tensors)
+        entry.warm = True
+        if call.changed_containers():
+            entry.block("the forward changes a list or dict that it is given")
+        if host_generators(self._on.generators) != drawn:
+            entry.block("the forward draws from Python's or numpy's generator, or seeds one")
+        if repeated := self._accept(before):
+            entry.block(f"the forward writes Python state: {repeated[0]}")
+        return self._owned(out, call)
+
+    def _accept(self, before: Fingerprint) -> list[str]:
+        """Take over what a forward wrote into Python state; returns what it wrote before, too.
+
+        Other recordings stand on the state before it, unless a memo table only grew.
+        """
+        changes, grew = before.changes(), before.only_grew()
+        if changes and not grew:
+            self._on.entries.forget_recordings()
+        return self._on.state.accept(changes)
+
+    def _owned(self, out: Any, call: Call) -> Any:
+        """The caller's own copy; what aliases an argument or the module stays what it is."""
+        known = {t.untyped_storage()._cdata for t in [*call.tensors, *self._on.state.tensors()]}
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: t if t.untyped_storage()._cdata in known else own(t), out
+        )
+
+    def capture(
+        self, entry: Entry, call: Call, args: Any, kwargs: Any, last_try: bool = False
+    ) -> Any:
+        started = time.perf_counter()
+        before = self._on.state.known
+        generation = self._on.pool.generation()
+        if entry.static is None:
+            with torch.inference_mode(False):  # so that writes into them are counted
+                entry.static = StaticBuffers(call.tensors)
+        static = entry.static.tensors
+        entry.static.copy_in(call.tensors)
+        capture = self._backend.capture(
+            self._on.pool.device, generation.memory, static, self._on.module, self._on.config
+        )
+        try:
+            with self._on.pool.device.stream():
+                live = call.with_tensors(static)
+                out = self._backend.record(
+                    capture, self._on.module, self._on.original, *live, self._on.config
+                )
+                out = capture.finish(out)
+            tape = capture.tape
+            entry.static.check_writable(tape.written_inputs)
+            conflict = tape.conflict(call.tensors)
+            if conflict:
+                raise Conflict(conflict)
+        except Exception as error:
+            self._fallback.raise_if_failed(error, f"recording {entry.label}")
+            capture.undo.roll_back()
+            before.restore()
+            traceback.clear_frames(error.__traceback__)  # their locals would look like survivors
+            self._let_go(generation, capture.known.survivors(None))
+            if is_out_of_memory(error) and not last_try and self._fallback.free():
+                return self.capture(entry, call, args, kwargs, last_try=True)
+            return self._failed(entry, error, args, kwargs)
+        except BaseException:
+            self._on.pool.close(generation)
+            raise
+        entry.captures += 1
+        self._say_unmatched(capture.matched)
+        result = tape.result(call.tensors)
+        entry.static.copy_back(call.tensors, tape.written_inputs)
+        entry.capture_seconds += time.perf_counter() - started
+        survivors = capture.known.survivors(out)
+        self._keep(entry, generation, tape, before, survivors)
+        return result
+
+    def _keep(
+        self, entry: Entry, generation: Any, tape: Tape, before: Fingerprint, survivors: int
+    ) -> None:
+        """File the recording, unless what it stands on is not fixed."""
+        changes = before.changes()
+        repeated = self._accept(before)
+        if repeated:
+            entry.block(f"the forward writes Python state: {repeated[0]}")
+        elif changes or survivors:
+            what = changes[0] if changes else f"{survivors} tensors"
+            entry.unsettled(f"what the forward makes outlives the call: {what}")
+        elif tape.unrestartable:
+            entry.block(tape.unrestartable)
+        else:
+            entry.tapes.insert(0, tape)
+            for surplus in entry.tapes[self._on.config.max_variants :]:
+                entry.forget(surplus)
+            tape.generation = generation
+            generation.held.append((entry, tape))
+            if (too_large := self._on.pool.fit(generation)) not in ("", "again"):
+                entry.block(too_large)
+            return
+        self._let_go(generation, survivors)
+
+    def _let_go(self, generation: Any, survivors: int) -> None:
+        """Record no more into it; replays into it would write over what outlives a capture."""
+        if survivors:
+            self._on.pool.retire(generation)
+        else:
+            self._on.pool.close(generation)
+
+    def _failed(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
+        reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {error!r}"
+        if isinstance(error, Conflict):  # these arguments; others may do
+            entry.unsettled(reason)
+        else:
+            entry.block(reason)
+        if self._on.config.on_failure == "raise":
+            raise error
+        return self._fallback(entry, reason, args, kwargs)
+
+    def _say_unmatched(self, matched: set[str]) -> None:
+        for pattern in set(self._on.config.breaks) - matched - self._fallback.said:
+            self._fallback.said.add(pattern)
+            log.warning("dit_graph: %s: breaks pattern %r matches nothing", self._on.name, pattern)

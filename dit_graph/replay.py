@@ -1,0 +1,111 @@
+"""A call that is replayed: by the variant whose values hold, timed and compared where due."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dit_graph.entry import Entry
+from dit_graph.errors import BreakResultChanged, GuardMismatch
+from dit_graph.fallback import Fallback
+from dit_graph.graphed import Graphed
+from dit_graph.key import Call
+from dit_graph.proof import difference
+from dit_graph.record import Recording
+from dit_graph.tape import Tape, Undo
+
+log = logging.getLogger("dit_graph")
+TIMED = "the gate times an eager call in a replay's place"
+
+
+class Replay:
+    """Replays the calls of one module."""
+
+    def __init__(self, on: Graphed, fallback: Fallback, recording: Recording) -> None:
+        self._on = on
+        self._fallback = fallback
+        self._recording = recording
+
+    def __call__(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        turn = entry.proof.turn(entry.tapes[0])
+        if turn == "eager":
+            entry.eager[TIMED] += 1
+            run_eagerly = functools.partial(self._on.original, *args, **kwargs)
+            in_place = functools.partial(self._fallback.with_room, run_eagerly, call.tensors)
+            return self._timed("eager", entry, in_place)
+        undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
+        seeds = self._on.seeds() if any(map(entry.proof.compares, entry.tapes)) else []
+        for tape in tuple(entry.tapes):
+            if conflict := tape.conflict(live):
+                return self._fallback(entry, conflict, args, kwargs)
+
+            def run(tape: Tape = tape) -> Any:
+                entry.static.copy_in(live)
+                tape.run(undo)
+                return tape.result(live)
+
+            try:
+                result = self._timed("replay", entry, run)
+            except GuardMismatch as error:
+                undo.roll_back()
+                mismatch = error.place
+                continue
+            except Exception as error:
+                self._fallback.raise_if_failed(error, f"replaying {entry.label}")
+                undo.roll_back()
+                return self._broken(entry, error, args, kwargs)
+            entry.replays += 1
+            entry.missed = 0
+            entry.prefer(tape)
+            self._on.pool.touch(tape.generation)
+            entry.static.copy_back(live, tape.written_inputs)
+            if entry.proof.compares(tape):
+                self._on.reseed(seeds)
+                return self._compared(entry, tape, result, args, kwargs)
+            return result
+        if not entry.may_record_another(self._on.config.max_variants):
+            reason = f"another value at every call: {mismatch}"
+            return self._fallback(entry, reason, args, kwargs)
+        return self._recording.capture(entry, call, args, kwargs)
+
+    def _timed(self, what: str, entry: Entry, run: Callable[[], Any]) -> Any:
+        """Run it, with the device's clock while the gate is open."""
+        gate = entry.proof.gate
+        if gate is None or gate.decided:
+            return run()
+        timer = self._on.pool.device.timer()
+        timer.start()
+        out = run()
+        timer.stop()
+        (gate.replay if what == "replay" else gate.eager).append(timer)
+        return out
+
+    def _compared(self, entry: Entry, tape: Tape, result: Any, args: Any, kwargs: Any) -> Any:
+        """Answer with eager's result, and keep the recording only if it gave the same bits."""
+        tape.compared = True
+        try:
+            expected = self._on.original(*args, **kwargs)
+        except torch.OutOfMemoryError:  # eager's memory and the recording's do not fit together
+            entry.proof.left_out = "not compared: out of memory"
+            return result
+        if differs := difference(result, expected):
+            entry.block(f"verify: the replay differs from eager: {differs}")
+            log.warning("dit_graph: %s: %s: %s", self._on.name, entry.label, entry.blocked)
+            self._on.pool.sweep()
+        else:
+            entry.proof.compared += 1
+        return expected
+
+    def _broken(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
+        """A replay raised: the call is eager's, and a recording that is broken goes."""
+        if self._on.config.on_failure == "raise":
+            raise error
+        if isinstance(error, BreakResultChanged):
+            reason = f"a marked break's result changed: {error.place}"
+        else:
+            reason = f"replay failed: {error!r}"
+            entry.retire()
+            self._on.pool.sweep()
+        return self._fallback(entry, reason, args, kwargs)
