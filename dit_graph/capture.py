@@ -110,6 +110,9 @@ class Capture:
             for i, t in enumerate(self._static)
             if t._version != self._versions[i] or storage_of(t) in self._writes.arguments
         ]
+        self._random = self._random or self.random_unseen
+        self._random = self._random and self.undo.generators_moved()  # attention may, rarely does
+        self.random_unseen = False
         self._restart_point()  # a replay may fail at its last step
         tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
         tape.effects = self._effects()

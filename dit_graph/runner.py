@@ -37,11 +37,10 @@ class Runner:
         self._recent = RecentCalls()
         self._fallback = Fallback(on)
         recording = Recording(on, self._fallback)
-        replay = Replay(on, self._fallback, recording)
         self._actions: dict[str, Callable[..., Any]] = {
             "cold": recording.cold,
             "capture": recording.capture,
-            "replay": replay,
+            "replay": Replay(on, self._fallback, recording),
         }
         extra = on.config.extra_key
         self._extra_key = None if extra is None else functools.partial(extra, on.module)

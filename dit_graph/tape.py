@@ -198,6 +198,14 @@ class Undo:
         self._kept.append((tensor, kept))
         later(lambda: kept.append(tensor.clone()))
 
+    def generators_moved(self) -> bool:
+        """Whether a generator stands elsewhere than where it was taken."""
+        pairs = zip(map(_position, self._generators), self._states)
+        return any(
+            now != then if isinstance(now, int) else not torch.equal(now, then)
+            for now, then in pairs
+        )
+
     def roll_back(self) -> None:
         for tensor, kept in reversed(self._kept):
             if kept:

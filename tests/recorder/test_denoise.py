@@ -50,7 +50,7 @@ def draw(
     pipe: Any, seed: int = 0, steps: int = 4, size: tuple[int, int] = (16, 16), **kw: Any
 ) -> Any:
     generator = torch.Generator().manual_seed(seed)
-    embeds = torch.randn(1, 6, 32, generator=generator)
+    embeds = torch.randn(1, 6, 32, generator=generator).to(pipe.device)
     return pipe(
         prompt_embeds=embeds,
         pooled_prompt_embeds=embeds[:, 0],

@@ -272,7 +272,8 @@ LAYERS = [
     {"errors"}, {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds"}, {"watch", "writes"},
-    {"opaque", "homes"}, {"capture", "pool"}, {"backends"}, {"graphed"}, {"fallback"}, {"record"}, {"replay"},
+    {"opaque", "homes"}, {"capture", "pool"}, {"backends"},
+    {"graphed"}, {"fallback"}, {"record"}, {"replay"},
     {"runner"}, {"report"}, {"explain"},
     {"modes"}, {"install"}, {"enable"},
 ]  # fmt: skip
