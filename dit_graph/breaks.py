@@ -38,6 +38,7 @@ class CurrentCall:
 class _Local(threading.local):
     capture: ActiveCapture | None = None
     call: CurrentCall | None = None
+    cold = False
 
 
 local = _Local()
@@ -46,6 +47,16 @@ local = _Local()
 def capturing() -> bool:
     """Whether a forward is being recorded on this thread."""
     return local.capture is not None
+
+
+@contextmanager
+def warming() -> Iterator[None]:
+    """Around a call that is about to be recorded: a graphed module inside stays out of the way."""
+    before, local.cold = local.cold, True
+    try:
+        yield
+    finally:
+        local.cold = before
 
 
 def current_call() -> CurrentCall:

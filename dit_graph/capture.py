@@ -112,7 +112,7 @@ class Capture:
         ]
         self._random = self._random or self.random_unseen
         self._random = self._random and self.undo.generators_moved()  # attention may, rarely does
-        self.random_unseen = False
+        tape.draws, self.random_unseen = self._random, False
         self._restart_point()  # a replay may fail at its last step
         tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
         tape.effects = self._effects()

@@ -30,13 +30,15 @@ class GraphConfig:
             `"raise"` lets the error out.
         strict: raise `NotReplayed` at the first call that is neither replayed, captured nor the
             first of a signature that will be captured. A call that the gate runs eagerly to time it
-            is allowed; its verdict that eager is as fast is not (`gate="always"` has none).
+            is allowed; its verdict that eager is as fast is not (`gate="always"` has none). A call
+            that is part of another recording is allowed too. `DIT_GRAPH_DISABLE` wins over it.
         verify: `"first"` compares the first replay of a signature with an eager call on the same
             inputs, bit for bit, `"always"` every one; the call's answer is the eager one. Where
             they differ the signature is eager, by name. A recording that writes into what
             outlives the call, or has a marked break with side effects, is not compared.
         gate: `"measure"` times replays against eager calls with the device's clock and makes a
-            signature eager whose replay does not win by `min_gain`; `"always"` replays regardless.
+            signature eager whose replay does not win by `min_gain`; `"always"` replays regardless,
+            as does `verify="always"`. Signatures with several variants are not timed.
         min_gain: the share of an eager call's time that a replay must save.
         memory_budget: device memory that the recordings of one `enable` may hold: bytes, a share of
             the device such as `"10%"`, or None for no limit. The least recently used recordings

@@ -27,6 +27,7 @@ class Handle:
         self._target = weakref.ref(target)
         self._pool: Pool | None = None
         self._disabled = False
+        self._said: set[str] = set()
         self.installs: dict[str, Install] = {}
         self.pictures = Pictures(target, self._check)
 
@@ -143,7 +144,9 @@ class Handle:
         notes = [note for install in self.installs.values() if (note := install.check())]
         notes += self._replaced()
         for note in notes:
-            log.warning("dit_graph: %s", note)
+            if note not in self._said:
+                self._said.add(note)
+                log.warning("dit_graph: %s", note)
         if notes and self.config.strict:
             raise NotReplayed("; ".join(notes))
 

@@ -11,6 +11,7 @@ from dit_graph.tape import Tape
 
 Action = Literal["cold", "capture", "replay", "eager"]
 MAX_KEYS = 1024  # keys that a runner remembers
+PAUSE = 64  # calls until a key is tried again that the device had no room for
 MAX_ATTEMPTS = 3  # captures of one key whose state had not settled yet
 
 
@@ -32,6 +33,8 @@ class Entry:
     blocked: str = ""
     warm: bool = False
     attempts: int = 0
+    paused: int = 0  # calls that are still eager for `pause_reason`
+    pause_reason: str = ""
     missed: int = 0  # calls in a row for which no variant held
     cold: int = 0
     captures: int = 0
@@ -49,14 +52,23 @@ class Entry:
             return Decision("eager", self.blocked)
         if self.tapes:
             return Decision("replay")
+        if self.paused:
+            self.paused -= 1
+            return Decision("eager", self.pause_reason)
         return Decision("capture" if self.warm else "cold")
 
     def unsettled(self, reason: str) -> None:
         """A capture whose state had not settled: warm up again, a few times, then give up."""
         self.attempts += 1
         self.warm = False
+        if not self.tapes:
+            self.static = None
         if self.attempts >= MAX_ATTEMPTS:
             self.block(reason)
+
+    def pause(self, reason: str) -> None:
+        """Eager for the next calls, then another try."""
+        self.paused, self.pause_reason = PAUSE, reason
 
     def block(self, reason: str) -> None:
         """Eager from now on, with this reason; the first one stays."""

@@ -43,7 +43,7 @@ class Fallback:
 
     def with_room(self, run: Callable[[], Any], arguments: Any) -> Any:
         """Run an eager forward; where memory runs out, again without the recordings."""
-        given = [*tensors_of(arguments), *self._on.module.buffers()]
+        given = [*tensors_of(arguments), *self._on.state.buffers]
         versions = [None if t.is_inference() else t._version for t in given]
         seeds = self._on.seeds()
         try:
@@ -67,6 +67,7 @@ class Fallback:
         """After a device has failed for good nothing answers, an eager call neither."""
         ours = isinstance(error, (CaptureError, BreakResultChanged))
         if not ours and self._on.pool.device.failed():
+            self.refused["the device failed"] += 1
             raise DeviceFailed(
                 f"{self._on.name}: the device failed while {doing}: {error}; restart the process"
             ) from error

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dit_graph import breaks
 from dit_graph.config import GraphConfig
 from dit_graph.errors import NotReplayed, Unsupported
 from dit_graph.graphed import Graphed
@@ -60,7 +61,8 @@ class Install:
             self.eager[reason] += 1
             if self.config.strict and not switched_off():
                 raise NotReplayed(f"{self.name}: {reason}")
-            return self._slot.original(*args, **kwargs)
+            with breaks.live(self._signature.arguments(args, kwargs)):
+                return self._slot.original(*args, **kwargs)
         assert self.runner is not None
         return self.runner(*args, **kwargs)
 
@@ -119,7 +121,10 @@ class Install:
 
     @property
     def compiled_over(self) -> str:
-        """That `module.compile()` runs its own code in place of ours, or an empty string."""
+        """That compiled code of the whole module runs in place of ours, or an empty string."""
+        over = self.module.__dict__.get("forward")
+        if getattr(over, "_torchdynamo_orig_callable", None) is not None:
+            return "compiled as a whole: its forward is compiled code, not the recordings"
         if getattr(self.module, "_compiled_call_impl", None) is None:
             return ""
         return "compiled as a whole: its compiled code runs, not the recordings"
@@ -131,7 +136,9 @@ class Install:
     def remove(self) -> None:
         self._slot.remove()
         if self.runner is not None:
+            self.runner.close()
             self.runner.pool.release()
+            self.runner.pool.device.trim()
 
 
 def device_of(module: torch.nn.Module, wanted: str = "auto") -> torch.device:

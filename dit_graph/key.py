@@ -32,9 +32,10 @@ class Context(NamedTuple):
     autocast_on_cpu: Any
     autocast_cache: bool
     default_dtype: torch.dtype
+    default_device: Any
     deterministic: tuple[bool, ...]
     cudnn: tuple[bool, ...]
-    sdpa_backends: tuple[bool, ...]
+    sdpa_backends: tuple[Any, ...]
     reduced_precision: tuple[Any, ...]
     attention_backend: Any
     extra_key: Any
@@ -54,7 +55,8 @@ class GraphKey:
 
     def without_values(self) -> "GraphKey":
         """The key with every plain value left out: what stays the same when only they vary."""
-        return GraphKey(self.spec, tuple(map(_without_value, self.leaves)), self.context)
+        leaves = tuple(map(_without_value, self.leaves))
+        return GraphKey(self.spec, leaves, self.context._replace(extra_key=None))
 
     def describe(self) -> str:
         """The tensor shapes, as people name a bucket: `2x3x64x64 2x1x256`."""
@@ -90,7 +92,10 @@ class Signature:
         if not named.keys().isdisjoint(kwargs):
             raise Unkeyable("an argument is given twice")  # the model raises its own TypeError
         named |= kwargs
-        more = None if extra is None else extra(named)
+        try:
+            more = None if extra is None else extra(named)
+        except Exception as error:
+            raise Unkeyable(f"extra_key raised {error!r}") from error
         return Call(dict(sorted(named.items())), [self.name(i) for i in range(len(args))], more)
 
 
@@ -203,6 +208,7 @@ def context(extra: Any = None) -> Context:
         cpu and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
+        torch.utils._device.CURRENT_DEVICE,
         (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -210,9 +216,10 @@ def context(extra: Any = None) -> Context:
         (cudnn._get_cudnn_enabled(), cudnn._get_cudnn_deterministic(),
          cudnn._get_cudnn_benchmark()),
         (blas.flash_sdp_enabled(), blas.mem_efficient_sdp_enabled(), blas.math_sdp_enabled(),
-         blas.cudnn_sdp_enabled()),
-        (blas.matmul.allow_tf32, blas.matmul.allow_fp16_reduced_precision_reduction,
-         blas.matmul.allow_bf16_reduced_precision_reduction, cudnn._get_cudnn_allow_tf32()),
+         blas.cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order()),
+        (*(torch._C._get_fp32_precision_getter("cuda", op) for op in ("matmul", "conv", "rnn")),
+         blas.matmul.allow_fp16_reduced_precision_reduction,
+         blas.matmul.allow_bf16_reduced_precision_reduction),
         _attention_backend(),
         extra,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -28,7 +29,9 @@ def differences(key: GraphKey, other: GraphKey) -> list[str]:
         a, b = mine.get(name, _ABSENT), its.get(name, _ABSENT)
         if a != b:
             found += _leaf(name, a, b)
-    pairs = zip(Context._fields, key.context, other.context)
+    pairs = zip(Context._fields[:-1], key.context, other.context)
+    if key.context.extra_key != other.context.extra_key:
+        found.append(f"extra_key: {_extra(key)} vs {_extra(other)}")
     found += [
         f"{name.replace('_', ' ')}: {_plain(a)} vs {_plain(b)}" for name, a, b in pairs if a != b
     ]
@@ -38,10 +41,30 @@ def differences(key: GraphKey, other: GraphKey) -> list[str]:
 def _fields(key: GraphKey) -> dict[str, tuple[Any, ...]]:
     """The leaves of a key by path, for example `joint_attention_kwargs['scale']`."""
     numbered = pytree.tree_unflatten(list(range(len(key.leaves))), key.spec)
-    return {
-        f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}": key.leaves[i]
-        for path, i in pytree.tree_flatten_with_path(numbered)[0]
-    }
+    fields: dict[str, tuple[Any, ...]] = {}
+    for path, i in pytree.tree_flatten_with_path(numbered)[0]:
+        fields |= _expanded(_name(path), key.leaves[i])
+    return fields
+
+
+def _name(path: Any) -> str:
+    return f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}"
+
+
+def _expanded(name: str, leaf: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """A leaf by its name; a dataclass by the names of what it holds."""
+    if len(leaf) < 2 or not isinstance(leaf[1], pytree.TreeSpec):
+        return {name: leaf}
+    inner = pytree.tree_unflatten(list(range(len(leaf) - 2)), leaf[1])
+    found: dict[str, tuple[Any, ...]] = {}
+    for path, i in pytree.tree_flatten_with_path(inner)[0]:
+        found |= _expanded(f"{name}.{_name(path)}", leaf[2 + i])
+    return found
+
+
+def _extra(key: GraphKey) -> str:
+    value = key.context.extra_key
+    return "None" if value is None else ", ".join(map(_value, value[1:]))
 
 
 def _gap(key: GraphKey, other: GraphKey) -> int:
@@ -81,6 +104,8 @@ def _value(leaf: tuple[Any, ...]) -> str:
         return "None"
     if kind is float:
         return str(leaf[1])
+    if kind.__module__ == "numpy":
+        return f"{kind.__name__} {np.frombuffer(leaf[3], leaf[1]).reshape(leaf[2]).tolist()}"
     if kind in (bool, str):
         return repr(leaf[1])
     return f"{leaf[1]!r}" if kind is int else f"{kind.__name__} {_plain(leaf[1])}"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dit_graph.blockers import blocker, global_hook, needs_grad
 from dit_graph.state import Fingerprint
@@ -34,6 +35,8 @@ class ModuleWatcher:
         self._seen: tuple[Any, ...] = ()
         self._needs_grad = False
         self._blocker: str | None = None
+        self._attributes: list[dict[str, Any]] = []
+        self.buffers: list[torch.Tensor] = []
         self._first: tuple[dict[str, Any], str] = ({}, "")  # where the first parameter is kept
         for child in module.modules():
             if child._parameters:
@@ -63,28 +66,33 @@ class ModuleWatcher:
         self._in_full = full
         if self._known is not None and not full and self._glance() == self._seen:
             return None
-        self._seen = self._glance()
         change = None if self._known is None else self._known.first_change()
         steadied = not change and self._streak > _UNSTEADY
         self._streak = self._streak + 1 if change else 0
         if self._known is None or change or steadied:
             self._take_over()
             self._again = True
+        self._seen = self._glance()
         if self._streak > _UNSTEADY:
             self._blocker = self._blocker or f"Python state changes at every call: {change}"
         return change
 
     def _take_over(self) -> None:
         """From now on the module as it is now is what the recordings stand on."""
+        # a hook of diffusers or accelerate adds attributes to a block
+        self._attributes = [m.__dict__ for m in self._module.modules() if m._modules]
+        self.buffers = list(self._module.buffers())
         self._known = Fingerprint(self._module)
         self._blocker = self._known.blocker or blocker(self._module, self._device)
         self._needs_grad = needs_grad(self._module)
 
     def _glance(self) -> tuple[Any, ...]:
-        """What a step inside a picture compares: the mode, and where the weights begin."""
+        """What a step inside a picture compares: mode, hooks, and where the weights begin."""
         table, name = self._first
         first = table.get(name)
-        return self._module.training, None if first is None else (first.dtype, first.data_ptr())
+        weight = None if first is None else (first.dtype, first.data_ptr())
+        hooks = RemovableHandle.next_id  # a hook that is added anywhere counts it up
+        return self._module.training, weight, hooks, list(map(len, self._attributes))
 
     def moved(self) -> bool:
         """Whether the module differs from what was compared last, inside a call too."""

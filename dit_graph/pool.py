@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from dit_graph.devices.base import Device
@@ -63,12 +63,18 @@ class Pool:
             self.busy = True
             try:
                 yield
+            except BaseException:
+                with suppress(Exception):  # a device that failed has no marks: the cause goes on
+                    self._mark = self.device.mark()
+                raise
+            else:
+                self._mark = self.device.mark()
             finally:
                 self.busy = False
-                self._mark = self.device.mark()
 
     def generation(self) -> Generation:
         """Where the next recording goes; the least recently used one makes room."""
+        self.sweep()
         self.crowded = False
         if self._open is None or self._is_full(self._open):
             for old in self._least_used_first():
@@ -97,7 +103,8 @@ class Pool:
     def fit(self, generation: Generation) -> str:
         """After a recording: retire others until the budget holds.
 
-        Returns why the recording itself cannot stay, or an empty string.
+        Returns why the recording itself cannot stay, or an empty string; "again" where it shared
+        its memory with others that went, "for now ..." where the device is short of room.
         """
         if self._budget is None:
             return ""
@@ -105,18 +112,15 @@ class Pool:
         for old in self._least_used_first():
             if old is not generation and self._taken() > self._limit():
                 self._push_out(old)
-        limit = self._limit()
-        if self._taken() <= limit:
+        if self._taken() <= self._limit():
             return ""
         size, alone = generation.bytes, len(generation.held) == 1
         self.retire(generation)
-        self.crowded = True
         if not alone:
             return "again"
-        return (
-            f"this recording takes {_mib(size)}, and memory_budget and a twentieth of the device"
-            f" kept free leave {_mib(limit)}"
-        )
+        if size <= self._budget:
+            return f"for now the device has no room for a recording of {_mib(size)}"
+        return f"this recording takes {_mib(size)}, and memory_budget is {_mib(self._budget)}"
 
     def _limit(self) -> int:
         assert self._budget is not None
@@ -153,6 +157,8 @@ class Pool:
         self._generations.remove(generation)
         if self._open is generation:
             self._open = None
+        if not self._generations:
+            self.crowded = False
 
     def sweep(self) -> None:
         """Give back the memory of generations that no recording needs any more."""

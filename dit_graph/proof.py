@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph.devices.base import Timer
+from dit_graph.guards import same
 from dit_graph.tape import Tape
 
 Turn = Literal["replay", "eager"]
@@ -24,6 +25,7 @@ class Gate:
 
     def __init__(self, min_gain: float) -> None:
         self.min_gain = min_gain
+        self.first_eager = True  # none ran on the caller's stream yet; it may grow its memory
         self.replay: list[Timer] = []
         self.eager: list[Timer] = []
         self.decided = False
@@ -31,6 +33,12 @@ class Gate:
 
     def wants_eager(self) -> bool:
         return not self.decided and len(self.eager) < min(2, len(self.replay))
+
+    def stop(self, why: str) -> None:
+        """No verdict, for this reason: recordings stay."""
+        if not self.decided:
+            self.decided, self.text = True, why
+            self.replay, self.eager = [], []
 
     def slower(self) -> str:
         """Why replays do not pay, once that is known; empty before, and when they do."""
@@ -41,7 +49,7 @@ class Gate:
         if known != times:
             return ""
         replay, eager = map(min, known)
-        if len(self.eager) < 2 and abs(eager - replay) < CLOSE * eager:
+        if len(self.eager) < 2 and (self.first_eager or abs(eager - replay) < CLOSE * eager):
             return ""
         self.decided = True
         self.text = f"replay {replay:.4g} ms vs eager {eager:.4g} ms"
@@ -57,6 +65,15 @@ class Proof:
         self.gate = gate
         self.compared = 0
         self.left_out = ""
+
+    def has_run_eagerly(self) -> None:
+        if self.gate is not None:
+            self.gate.first_eager = False
+
+    def stop_timing(self, why: str) -> None:
+        """Variants of one entry do different work: their times say nothing of each other."""
+        if self.gate is not None:
+            self.gate.stop(why)
 
     def turn(self, tape: Tape) -> Turn:
         """Whether the next call is replayed, or eager answers in its place to be timed."""
@@ -95,7 +112,7 @@ def difference(result: Any, expected: Any) -> str:
 
 def _leaf_difference(a: Any, b: Any) -> str:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return "" if type(a) is type(b) and a == b else f"is {a!r}, eager's {b!r}"
+        return "" if same(a, b) else f"is {a!r}, eager's {b!r}"
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return f"is {tuple(a.shape)} {a.dtype}, eager's {tuple(b.shape)} {b.dtype}"
     if a is b or torch.equal(_bits(a), _bits(b)):

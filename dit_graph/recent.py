@@ -16,6 +16,10 @@ class RecentCalls:
     def note(self, entry: Any, replayed: bool) -> None:
         self._calls.append((entry, replayed))
 
+    def clear(self) -> None:
+        """What was recorded has gone: nothing to judge by."""
+        self._calls.clear()
+
     def thrashing(self, entry: Any, idle: int) -> str:
         """Why a full memory should take no new recording of `entry`, or an empty string.
 

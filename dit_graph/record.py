@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from dit_graph import breaks
 from dit_graph.backends import backend_named
 from dit_graph.buffers import StaticBuffers
 from dit_graph.devices.base import is_out_of_memory
@@ -36,7 +37,7 @@ class Recording:
         before, drawn = self._on.state.known, host_generators(self._on.generators)
 
         def run() -> Any:
-            with self._on.pool.device.stream():
+            with self._on.pool.device.stream(), breaks.warming():
                 return self._on.original(*args, **kwargs)
 
         out = self._fallback.with_room(run, call.tensors)
@@ -44,7 +45,7 @@ class Recording:
         if call.changed_containers():
             entry.block("the forward changes a list or dict that it is given")
         if host_generators(self._on.generators) != drawn:
-            entry.block("the forward draws from Python's or numpy's generator, or seeds one")
+            entry.unsettled("the forward draws from Python's or numpy's generator, or seeds one")
         if repeated := self._accept(before):
             entry.block(f"the forward writes Python state: {repeated[0]}")
         return self._owned(out, call)
@@ -102,6 +103,7 @@ class Recording:
                 return self.capture(entry, call, args, kwargs, last_try=True)
             return self._failed(entry, error, args, kwargs)
         except BaseException:
+            entry.eager["interrupted while it was recorded"] += 1
             self._on.pool.close(generation)
             raise
         entry.captures += 1
@@ -111,6 +113,7 @@ class Recording:
         entry.capture_seconds += time.perf_counter() - started
         survivors = capture.known.survivors(out)
         self._keep(entry, generation, tape, before, survivors)
+        self._on.pool.sweep()
         return result
 
     def _keep(
@@ -132,8 +135,11 @@ class Recording:
                 entry.forget(surplus)
             tape.generation = generation
             generation.held.append((entry, tape))
-            if (too_large := self._on.pool.fit(generation)) not in ("", "again"):
-                entry.block(too_large)
+            reason = self._on.pool.fit(generation)
+            if reason.startswith("for now"):
+                entry.pause(reason)
+            elif reason not in ("", "again"):
+                entry.block(reason)
             return
         self._let_go(generation, survivors)
 
@@ -150,7 +156,9 @@ class Recording:
             entry.unsettled(reason)
         else:
             entry.block(reason)
+        self._on.pool.sweep()
         if self._on.config.on_failure == "raise":
+            entry.eager[reason] += 1
             raise error
         return self._fallback(entry, reason, args, kwargs)
 

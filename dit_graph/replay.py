@@ -36,7 +36,8 @@ class Replay:
             in_place = functools.partial(self._fallback.with_room, run_eagerly, call.tensors)
             return self._timed("eager", entry, in_place)
         undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
-        seeds = self._on.seeds() if any(map(entry.proof.compares, entry.tapes)) else []
+        compares = any(tape.draws and entry.proof.compares(tape) for tape in entry.tapes)
+        seeds = self._on.seeds() if compares else []
         for tape in tuple(entry.tapes):
             if conflict := tape.conflict(live):
                 return self._fallback(entry, conflict, args, kwargs)
@@ -51,6 +52,7 @@ class Replay:
             except GuardMismatch as error:
                 undo.roll_back()
                 mismatch = error.place
+                entry.proof.stop_timing("not timed: it depends on values")
                 continue
             except Exception as error:
                 self._fallback.raise_if_failed(error, f"replaying {entry.label}")
@@ -62,8 +64,7 @@ class Replay:
             self._on.pool.touch(tape.generation)
             entry.static.copy_back(live, tape.written_inputs)
             if entry.proof.compares(tape):
-                self._on.reseed(seeds)
-                return self._compared(entry, tape, result, args, kwargs)
+                return self._compared(entry, tape, result, seeds, args, kwargs)
             return result
         if not entry.may_record_another(self._on.config.max_variants):
             reason = f"another value at every call: {mismatch}"
@@ -82,30 +83,42 @@ class Replay:
         (gate.replay if what == "replay" else gate.eager).append(timer)
         return out
 
-    def _compared(self, entry: Entry, tape: Tape, result: Any, args: Any, kwargs: Any) -> Any:
-        """Answer with eager's result, and keep the recording only if it gave the same bits."""
+    def _compared(
+        self, entry: Entry, tape: Tape, result: Any, seeds: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Answer with eager's result, and keep the recording only if it gave the same bits.
+
+        `seeds`: where the generators stood before the replay, if it draws.
+        """
         tape.compared = True
+        after = self._on.seeds() if tape.draws else []
+        self._on.reseed(seeds if tape.draws else [])
         try:
             expected = self._on.original(*args, **kwargs)
         except torch.OutOfMemoryError:  # eager's memory and the recording's do not fit together
             entry.proof.left_out = "not compared: out of memory"
+            self._on.reseed(after)
             return result
         if differs := difference(result, expected):
-            entry.block(f"verify: the replay differs from eager: {differs}")
-            log.warning("dit_graph: %s: %s: %s", self._on.name, entry.label, entry.blocked)
+            reason = f"verify: the replay differs from eager: {differs}"
+            entry.block(reason)
+            entry.replays -= 1
             self._on.pool.sweep()
+            self._fallback.say(entry.eager, reason)
         else:
             entry.proof.compared += 1
+            entry.proof.has_run_eagerly()
         return expected
 
     def _broken(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
         """A replay raised: the call is eager's, and a recording that is broken goes."""
-        if self._on.config.on_failure == "raise":
-            raise error
         if isinstance(error, BreakResultChanged):
             reason = f"a marked break's result changed: {error.place}"
         else:
             reason = f"replay failed: {error!r}"
             entry.retire()
             self._on.pool.sweep()
+        if self._on.config.on_failure == "raise":
+            entry.eager[reason] += 1
+            raise error
         return self._fallback(entry, reason, args, kwargs)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from dit_graph.entry import Entry
@@ -18,20 +19,22 @@ def totals(installs: Iterable[Any]) -> dict[str, Any]:
         runner = install.runner
         if runner is None:
             continue
-        sums["calls"] += runner.calls
-        eager += runner.refused
-        for entry in [*runner.entries.values(), runner.entries.forgotten]:
-            sums["cold"] += entry.cold
-            sums["captures"] += entry.captures
-            sums["replays"] += entry.replays
-            eager += entry.eager
+        with runner.pool.lock:
+            sums["calls"] += runner.calls
+            eager += runner.refused
+            for entry in [*runner.entries.values(), runner.entries.forgotten]:
+                sums["cold"] += entry.cold
+                sums["captures"] += entry.captures
+                sums["replays"] += entry.replays
+                eager += entry.eager
     return {**sums, "eager": dict(eager)}
 
 
 def render(installs: Iterable[Any], notes: list[str]) -> str:
     lines = [f"! {note}" for note in notes]
     for install in installs:
-        lines += _install(install)
+        with install.runner.pool.lock if install.runner else nullcontext():
+            lines += _install(install)
     return "\n".join(lines)
 
 

@@ -32,6 +32,7 @@ class Runner:
         self.on = on
         self.calls = 0
         self.warming = False
+        self.closed = False
         self._backend = backend_named(on.config.backend)
         self._varying = VaryingValues()
         self._recent = RecentCalls()
@@ -59,16 +60,19 @@ class Runner:
         return self._fallback.refused
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if breaks.capturing() or self.pool.device.capturing():
+        if breaks.capturing() or breaks.local.cold or self.pool.device.capturing():
             self.calls += 1
             self.refused["part of a recording around it"] += 1
-            return self.on.original(*args, **kwargs)
+            return self._plain(args, kwargs)
         entry: Entry | None = None
         with self.pool.lock:
             self.calls += 1
             if self.pool.busy:  # the lock lets its own thread in; two replays must not interleave
                 self._fallback.say(self.refused, "called inside another call")
-                return self.on.original(*args, **kwargs)
+                return self._plain(args, kwargs)
+            if self.closed:  # disabled while this call waited
+                self.refused["disabled"] += 1
+                return self._plain(args, kwargs)
             try:
                 call = self.on.signature.bind(args, kwargs, self._extra_key)
                 entry, decision = self._decide(call)
@@ -80,6 +84,17 @@ class Runner:
             except Unkeyable as error:
                 reason = str(error)
         return self._fallback(entry, reason, args, kwargs)
+
+    def _plain(self, args: Any, kwargs: Any) -> Any:
+        with breaks.live(self.on.signature.arguments(args, kwargs)):
+            return self.on.original(*args, **kwargs)
+
+    def close(self) -> None:
+        """No recording is made or used after this."""
+        with self.pool.lock:
+            self.closed = True
+            for entry in self.entries.values():
+                entry.retire()
 
     def _decide(self, call: Call) -> tuple[Entry | None, Decision]:
         self.pool.tick()
@@ -114,7 +129,8 @@ class Runner:
         return entry, Decision("eager", reason) if reason else decision
 
     def _new_proof(self) -> Proof:
-        times = self.on.config.gate == "measure" and self.pool.device.time_counts
+        times = self.on.config.gate == "measure" and self.on.config.verify != "always"
+        times = times and self.pool.device.time_counts
         return Proof(self.on.config.verify, Gate(self.on.config.min_gain) if times else None)
 
     def _new_shape(self, key: GraphKey) -> Decision:
@@ -130,4 +146,5 @@ class Runner:
         if any(entry.tapes for entry in self.entries.values()):
             log.warning("dit_graph: %s: %s changed; recording again", self.on.name, change)
         self.entries.retire(unblock=not self.on.state.wrote(change))
+        self._recent.clear()
         self.pool.sweep()

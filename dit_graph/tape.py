@@ -109,6 +109,7 @@ class Tape:
     random_before_guard: bool = False
     unrestartable: str = ""
     effects: str = ""  # why a call and its replay cannot both be run
+    draws: bool = False  # from a default generator
     compared: bool = False  # with an eager call, bit for bit
     generation: Any = None
 

@@ -27,5 +27,8 @@ class VaryingValues:
         recent.append(call.key)
         if before == call.key or len(set(recent)) <= _MANY:
             return ""
-        index = next(i for i, (a, b) in enumerate(zip(before.leaves, call.key.leaves)) if a != b)
+        pairs = enumerate(zip(before.leaves, call.key.leaves))
+        index = next((i for i, (a, b) in pairs if a != b), None)
+        if index is None:
+            return "extra_key is another value at every call"
         return f"{call.leaf_name(index)} is another value at every call; pass it as a tensor"

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
+import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
@@ -36,11 +37,14 @@ def pictures(pipe: Any, on: str, i: int) -> list[torch.Tensor]:
     """Nine pictures of seven steps: 504 steps with all eight threads."""
     stream = torch.cuda.stream(torch.cuda.Stream()) if on != "cpu" else contextlib.nullcontext()
     with stream:
-        found = [draw(pipe, 100 * i + n, steps=7, size=SIZES[(i + n) % 3]).cpu() for n in range(9)]
-    return found
+        return [
+            draw(pipe, 100 * i + n, 7, SIZES[(i + n) % 3], tokens=5 + (i * n) % 3).cpu()
+            for n in range(9)
+        ]
 
 
-def test_pipelines_that_share_a_transformer(machine: Machine) -> None:
+@pytest.mark.parametrize("options", [PLAIN, {}, {"verify": "always"}], ids=str)
+def test_pipelines_that_share_a_transformer(machine: Machine, options: Any) -> None:
     eager = flux_pipeline().to(machine.on)
     first = flux_pipeline().to(machine.on)
     pipes = [first]
@@ -49,14 +53,16 @@ def test_pipelines_that_share_a_transformer(machine: Machine) -> None:
         other.scheduler = FlowMatchEulerDiscreteScheduler()
         other.set_progress_bar_config(disable=True)
         pipes.append(other)
-    handles = [dit_graph.enable(pipe, device=machine.device, **PLAIN) for pipe in pipes]
+    handles = [dit_graph.enable(pipe, device=machine.device, **options) for pipe in pipes]
     results = together(lambda i: pictures(pipes[i], machine.on, i))
     for i, drawn in enumerate(results):
         for n, (picture, expected) in enumerate(zip(drawn, pictures(eager, machine.on, i))):
             assert torch.equal(picture, expected), f"thread {i}, picture {n}"
     stats = handles[0].stats()
-    assert stats["calls"] == 504 and stats["captures"] == 2 and stats["eager"] == {}
-    assert stats["replays"] == 504 - stats["cold"] - stats["captures"]
+    assert stats["calls"] == 504 and 2 < stats["captures"] <= 6
+    eager = sum(stats["eager"].values())
+    assert stats["replays"] == 504 - stats["cold"] - stats["captures"] - eager
+    assert options == {} or eager == 0
     for handle in handles:
         handle.disable()
     assert "forward" not in first.transformer.__dict__

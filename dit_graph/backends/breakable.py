@@ -59,7 +59,8 @@ def _prepared(
         pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
         if pattern is not None:
             capture.matched.add(pattern)
-            stays_eager = eager_on_graph(reason=f"{path} ({pattern!r})")(child.forward)
+            # pure: cold calls and the gate run this forward whole, side effects included
+            stays_eager = eager_on_graph(pure=True, reason=f"{path} ({pattern!r})")(child.forward)
             changes.append((child.__dict__, "forward", stays_eager))
     with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
         yield

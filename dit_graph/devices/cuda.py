@@ -15,7 +15,8 @@ from dit_graph.errors import Unsupported
 class CudaMemory(Memory):
     """A private pool of the caching allocator; it frees when its last graph is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, on: torch.device) -> None:
+        self._on = on
         self.id = torch.cuda.graph_pool_handle()
         self.graphs: list[Any] = []
 
@@ -28,7 +29,9 @@ class CudaMemory(Memory):
         )
 
     def release(self) -> None:
-        torch.cuda.synchronize()  # what still runs must not find its memory with somebody else
+        torch.cuda.synchronize(
+            self._on
+        )  # what still runs must not find its memory with somebody else
         for graph in self.graphs:
             graph.reset()
         self.graphs.clear()
@@ -169,7 +172,7 @@ class Cuda(Device):
             )
 
     def memory(self) -> CudaMemory:
-        return CudaMemory()
+        return CudaMemory(self.on)
 
     def segment(self, memory: Any, hold: Callable[[torch.Tensor], torch.Tensor]) -> CudaSegment:
         return CudaSegment(memory)
@@ -192,8 +195,11 @@ class Cuda(Device):
             try:
                 with torch.cuda.stream(aside):
                     yield
-            finally:
-                caller.wait_stream(aside)
+            except BaseException:
+                with suppress(Exception):  # a device that failed: the cause goes on
+                    caller.wait_stream(aside)
+                raise
+            caller.wait_stream(aside)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

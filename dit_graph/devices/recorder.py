@@ -243,6 +243,8 @@ class Recorder(Device):
         return self.broken
 
     def mark(self) -> Any:
+        if self.broken:
+            raise RuntimeError("the device has failed: no event can be recorded")
         return None
 
     def wait(self, mark: Any) -> None:

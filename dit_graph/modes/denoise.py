@@ -139,8 +139,11 @@ def _has_callback(frame: types.FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
-            if isinstance(here.get("self"), DiffusionPipeline):
-                return any(here.get(n) is not None for n in ("callback_on_step_end", "callback"))
+            pipe = here.get("self")
+            if isinstance(pipe, DiffusionPipeline):
+                given = [here.get(n) for n in ("callback_on_step_end", "callback")]
+                guider = getattr(pipe, "guider", None)  # adds and removes hooks between steps
+                return any(change is not None for change in (*given, guider))
         frame = frame.f_back
     return False
 

@@ -47,10 +47,11 @@ def flux_pipeline(scheduler: Any = None) -> FluxPipeline:
 
 
 def draw(
-    pipe: Any, seed: int = 0, steps: int = 4, size: tuple[int, int] = (16, 16), **kw: Any
-) -> Any:
+    pipe: Any, seed: int = 0, steps: int = 4, size: tuple[int, int] = (16, 16), tokens: int = 6,
+    **kw: Any,
+) -> Any:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    embeds = torch.randn(1, 6, 32, generator=generator).to(pipe.device)
+    embeds = torch.randn(1, tokens, 32, generator=generator).to(pipe.device)
     return pipe(
         prompt_embeds=embeds,
         pooled_prompt_embeds=embeds[:, 0],
