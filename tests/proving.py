@@ -224,10 +224,8 @@ class Grid:
 
 def test_a_miss_names_what_lies_inside_a_value(machine: Machine, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
-    level = [1]
     pair = machine.pair(
-        Module(lambda m, x, grid, table: m.linear(x) * grid.width + float(table[0])),
-        extra_key=lambda module, arguments: ("level", level[0]),
+        Module(lambda m, x, grid, table: m.linear(x) * grid.width + float(table[0]))
     )
 
     def call(grid: Grid, table: Any) -> str:
@@ -239,10 +237,17 @@ def test_a_miss_names_what_lies_inside_a_value(machine: Machine, caplog: Any) ->
         call(Grid(2, 4), [1, 2])
     assert "grid.width: 5 vs 4" in call(Grid(2, 5), [1, 2])
     assert "table: ndarray [1, 3] vs ndarray [1, 2]" in call(Grid(2, 4), [1, 3])
-    for _ in range(8):  # a setting that changes seldom
-        call(Grid(2, 4), [1, 2])
+
+
+def test_a_miss_names_the_extra_key(machine: Machine, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    level = [1]
+    pair = machine.pair(Module(plain), extra_key=lambda module, arguments: ("level", level[0]))
+    for i in range(3):
+        pair(rows(i).to(machine.on))
     level[0] = 7
-    assert "extra_key: 'level', 7 vs 'level', 1" in call(Grid(2, 4), [1, 2])
+    pair(rows(0).to(machine.on))
+    assert "extra_key: 'level', 7 vs 'level', 1" in caplog.text
 
 
 # ---- extra_key
