@@ -1,6 +1,7 @@
 """A key's first two calls: warmed up, then recorded; and when a recording may be kept."""
 
 import logging
+import threading
 import time
 import traceback
 from typing import Any
@@ -21,6 +22,8 @@ from dit_graph.key import Call
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape, own
 
+MAX_THREADS = 8  # that warm up for one key before it is said that they never stay
+NEW_THREADS = "every call comes from a new thread; record from one that stays, or use warmup()"
 log = logging.getLogger("dit_graph")
 
 
@@ -31,6 +34,7 @@ class Recording:
         self._on = on
         self._fallback = fallback
         self._backend = backend_named(on.config.backend)
+        self._thread = threading.local()
 
     def cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         entry.cold += 1
@@ -41,7 +45,7 @@ class Recording:
                 return self._on.original(*args, **kwargs)
 
         out = self._fallback.with_room(run, call.tensors)
-        entry.warm = True
+        entry.warm = self._thread.warm = True
         if call.changed_containers():
             entry.block("the forward changes a list or dict that it is given")
         if host_generators(self._on.generators) != drawn:
@@ -70,6 +74,14 @@ class Recording:
     def capture(
         self, entry: Entry, call: Call, args: Any, kwargs: Any, last_try: bool = False
     ) -> Any:
+        if not getattr(self._thread, "warm", False):
+            # libraries keep handles per thread, and none can be made inside a capture
+            entry.threads += 1
+            if entry.threads > MAX_THREADS:
+                self._thread.warm = True  # by the eager call
+                return self._fallback(entry, NEW_THREADS, args, kwargs)
+            return self.cold(entry, call, args, kwargs)
+        entry.threads = 0
         started = time.perf_counter()
         before = self._on.state.known
         generation = self._on.pool.generation()

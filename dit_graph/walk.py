@@ -27,7 +27,8 @@ _FOREIGN = {
 }  # fmt: skip
 _LIBRARIES = {"torch", "diffusers", "transformers", "numpy", "dit_graph"} | sys.stdlib_module_names
 _INTERNALS = frozenset(vars(torch.nn.Module()))
-_NOT_IN_A_FORWARD = {  # hooks that no call without gradients runs
+_NOT_IN_A_FORWARD = {  # hooks that no call without gradients runs, and how others are called
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",

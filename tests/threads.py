@@ -103,3 +103,45 @@ def test_threads_on_modules_of_their_own(machine: Machine) -> None:
 
     together(work)
     assert all(handle.stats()["replays"] == 40 for handle in handles)
+
+
+def test_another_thread_than_the_one_that_warmed_up_records(machine: Machine) -> None:
+    """A library's handle is a thread's own, and none can be made while a graph is captured."""
+    module = Module(lambda m, x: m.linear(x).relu()).to(machine.on)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
+
+    def call(n: int) -> None:
+        with torch.no_grad():
+            x = rows(n).to(machine.on)
+            expected = torch.nn.functional.linear(x, *module.linear.parameters()).relu()
+            assert torch.equal(module(x), expected)
+
+    for n in range(4):  # each in a thread that is new to the libraries
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call, n).result()
+    stats = handle.stats()
+    assert stats["eager"] == {} and stats["cold"] == 4
+    for n in range(3):
+        call(n)
+    assert handle.stats()["captures"] == 1 and handle.stats()["eager"] == {}
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call, 9).result()
+    assert handle.stats()["replays"] == 2
+
+
+def test_a_new_thread_at_every_call_is_named(machine: Machine) -> None:
+    module = Module(lambda m, x: m.linear(x)).to(machine.on)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
+
+    def call() -> None:
+        with torch.no_grad():
+            module(rows(0).to(machine.on))
+
+    for _ in range(14):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call).result()
+    (reason,) = handle.stats()["eager"]
+    assert reason.startswith("every call comes from a new thread")
+    for _ in range(3):
+        call()
+    assert handle.stats()["captures"] == 1
