@@ -12,7 +12,8 @@ from dit_graph.devices import device_named
 from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, NotReplayed
 from dit_graph.explain import Explanation, explain
 from dit_graph.install import Install, switched_off
-from dit_graph.modes.denoise import Pictures, denoisers, warm_module, warm_pipeline
+from dit_graph.modes import parts
+from dit_graph.modes.denoise import Pictures, warm_module, warm_pipeline
 from dit_graph.pool import Pool
 from dit_graph.report import render, totals
 
@@ -188,7 +189,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
     """
     chosen = GraphConfig.of(config, options)
     known = _handle_of(pipe_or_module)
-    modules = denoisers(pipe_or_module)
+    modules = parts(pipe_or_module, chosen.mode)
     for name, module in modules.items():
         install = _installs.get(id(module))
         if install is not None and install.config != chosen:
