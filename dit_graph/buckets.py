@@ -11,8 +11,10 @@ MAX_RATIO = 2  # of padded to live tokens; above it the padding costs more than 
 
 
 def schedule(most: int) -> tuple[int, ...]:
-    """The default buckets: 4–32 tokens by 4, 48–256 by 16, 288–512 by 32, 576–1024 by 64,
-    1280–4096 by 256, then by 512, up to `most`, which is always the last."""
+    """The default buckets, up to `most`, which is always the last.
+
+    4 to 32 tokens by 4, to 256 by 16, to 512 by 32, to 1024 by 64, to 4096 by 256, then by 512.
+    """
     sizes = [n for first, last, step in _SCHEDULE for n in range(first, last + 1, step)]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + _STEP_BEYOND)
@@ -41,5 +43,8 @@ class Buckets:
         if index == len(self.sizes):
             return 0, f"{live} tokens are past the largest bucket {self.sizes[-1]}"
         if self.sizes[index] > MAX_RATIO * live:
-            return 0, f"{live} tokens would be padded to {self.sizes[index]}, over {MAX_RATIO} times"
+            return (
+                0,
+                f"{live} tokens would be padded to {self.sizes[index]}, over {MAX_RATIO} times",
+            )
         return self.sizes[index], ""

@@ -26,9 +26,9 @@ NAME = "dit_graph_prefill"
 class LiveCall:
     """One prefill call as its caller made it.
 
-    `tokens` are the live ones, `length` the padded count. `masks` are the attention masks for them as
-    the model makes them, `None` where the attention function needs none. `kept` holds what the cache
-    gave back for each layer, so that a call that starts again does not write a layer twice.
+    `tokens` are the live ones, `length` the padded count. `masks` are the attention masks for them
+    as the model makes them, `None` where the attention function needs none. `kept` holds what the
+    cache gave back for each layer, so that a call that starts again does not write a layer twice.
     """
 
     tokens: int
@@ -37,6 +37,8 @@ class LiveCall:
     attention: str
     masks: list[Any]
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    in_graph: bool = False
+    """Attention belongs to the recording; `kept` holds each layer's padded keys and values."""
 
 
 class _Local(threading.local):
@@ -54,6 +56,12 @@ def live(call: LiveCall) -> Iterator[None]:
         yield
     finally:
         _local.call = before
+
+
+def current() -> LiveCall:
+    """The call that runs now on this thread."""
+    assert _local.call is not None
+    return _local.call
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,13 @@ def attention(
     """transformers' attention interface: `query` (batch, heads, tokens, head) and so on, padded."""
     if _local.call is None:  # another thread, while a recording has the config
         raise RuntimeError("the model was called while its prefill is recorded on another thread")
+    call = _local.call
+    if call.in_graph:
+        if call.cache is not None:
+            call.kept[module.layer_idx] = key, value
+        real = attention_named(call.attention, module)
+        mask = None if attention_mask.shape[2] == 1 else attention_mask  # else a stand-in for None
+        return real(module, query, key, value, mask, **kwargs)[0], None
     return _live_attention(module, query, key, value, attention_mask, **kwargs), None
 
 
@@ -129,6 +144,24 @@ def padded(t: torch.Tensor, axis: int, length: int, value: Any = 0) -> torch.Ten
     return whole
 
 
+def padded_mask(mask: torch.Tensor | None, tokens: int, length: int, like: torch.Tensor) -> Any:
+    """A mask (batch or 1, 1, tokens, keys) grown to (.., length, length) for attention in a graph.
+
+    `None`, which is plainly causal, keeps a stand-in where nothing is padded. A padded row sees
+    itself, so that it is a number; a live row sees no padded key.
+    """
+    if mask is None:
+        if tokens == length:
+            return mask_of(0, like)
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=like.device).tril()
+    sees, hides = (True, False) if mask.dtype is torch.bool else (0.0, torch.finfo(mask.dtype).min)
+    whole = mask.new_full((*mask.shape[:2], length, length), hides)
+    whole.diagonal(dim1=2, dim2=3).fill_(sees)
+    whole[:, :, :tokens] = hides
+    whole[:, :, :tokens, :tokens] = mask[..., :tokens]
+    return whole
+
+
 def on_live_tokens(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A block's forward (batch, tokens, width) as a break that sees the live tokens only."""
 
@@ -137,7 +170,7 @@ def on_live_tokens(forward: Callable[..., Any], name: str) -> Callable[..., Any]
         now = _local.call
         if now is None or hidden.shape[1] != now.length:
             return forward(hidden, *args, **kwargs)
-        out = forward(hidden[:, : now.tokens], *args, **kwargs)
+        out = forward(hidden[:, : now.tokens].contiguous(), *args, **kwargs)
         return padded(out, 1, now.length)
 
     return call

@@ -7,7 +7,7 @@ The caller's call, its mask and its cache stay whole: they are what the breaks i
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicCache
 from dit_graph.buckets import Buckets
 from dit_graph.errors import CaptureError, ConfigError
 from dit_graph.modes import live
-from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded
+from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
+from dit_graph.opaque import put_in_place
 
 DECODE = "a decode step: one token"
 _KNOWN = {
@@ -93,7 +94,7 @@ class Prefill:
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         given = {name: value for name, value in given.items() if value is not None}
-        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
         length, reason = self._length(given, tokens)
         if reason:
             plain = functools.partial(self._original, *args, **kwargs)
@@ -104,22 +105,24 @@ class Prefill:
             past = 0 if cache is None else cache.get_seq_length()
             positions = (torch.arange(tokens.shape[1], device=tokens.device) + past).unsqueeze(0)
         masks = self._masks(given, tokens, cache, positions)
-        call = LiveCall(
-            tokens.shape[1],
-            length,
-            cache,
-            self._body.config._attn_implementation,
-            list(masks.values()),
-        )
+        attention = self._body.config._attn_implementation
+        live_masks = list(masks.values())
+        call = LiveCall(tokens.shape[1], length, cache, attention, live_masks)
+        call.in_graph = self._in_graph
+        stand_ins: list[Any] = [mask_of(i, tokens) for i in range(len(masks))]
+        if self._in_graph:
+            stand_ins = [padded_mask(m, call.tokens, length, tokens) for m in live_masks]
         name = "input_ids" if "input_ids" in given else "inputs_embeds"
         with live.live(call):
-            hidden = self.runner(
+            hidden, *kept_states = self.runner(
                 **{name: padded(tokens, 1, length)},
                 position_ids=padded(positions, positions.dim() - 1, length),
-                attention_mask=[mask_of(i, tokens) for i in range(len(masks))],
+                attention_mask=stand_ins,
                 kinds=tuple(masks),
                 cache=None if cache is None else CacheStandIn(),
             )
+        for layer, (keys, values) in enumerate(zip(kept_states[::2], kept_states[1::2])):
+            cache.update(keys[:, :, : call.tokens], values[:, :, : call.tokens], layer)
         assert self._out is not None
         kept = {self._cache_name: cache} if use_cache else {}
         return self._out(last_hidden_state=hidden[:, : call.tokens], **kept)
@@ -132,8 +135,15 @@ class Prefill:
             return 0, "the model is in training mode"
         if others := [n for n, v in given.items() if n not in _KNOWN and v is not False]:
             return 0, f"argument {others[0]} is given"
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._body.parameters()):
+            return 0, "gradients are needed; call it under torch.no_grad()"
         if tokens.shape[1] == 1:
             return 0, DECODE
+        cache = given.get(self._cache_name, given.get("past_key_values"))
+        if self._in_graph and cache is not None and cache.get_seq_length():
+            return 0, 'tokens are in the cache already; backend "full" records a first chunk'
+        if self._in_graph and self._body.config._attn_implementation not in ("sdpa", "eager"):
+            return 0, f"backend full cannot pad {self._body.config._attn_implementation} attention"
         return self._buckets.find(tokens.shape[1])
 
     def _cache(self, given: dict[str, Any]) -> tuple[Any, bool]:
@@ -169,9 +179,15 @@ class Prefill:
     # ---- what is recorded
 
     def padded_forward(
-        self, *, attention_mask: list[torch.Tensor], kinds: tuple[str, ...], cache: Any, **tokens: Any
-    ) -> torch.Tensor:
-        """The body on padded tokens (batch, bucket); its last hidden states, padded."""
+        self,
+        *,
+        attention_mask: list[torch.Tensor],
+        kinds: tuple[str, ...],
+        cache: Any,
+        **tokens: Any,
+    ) -> list[torch.Tensor]:
+        """The body on padded tokens (batch, bucket): its last hidden states, and where attention is
+        in the graph each layer's keys and values, all padded."""
         mask: Any = attention_mask[0] if kinds == ("",) else dict(zip(kinds, attention_mask))
         with self._prepared():
             given = {self._cache_name: cache, "use_cache": cache is not None}
@@ -180,22 +196,26 @@ class Prefill:
         extra = [n for n, v in out.items() if v is not None and not isinstance(v, CacheStandIn)]
         if extra != ["last_hidden_state"]:
             raise CaptureError(f"the body gives more than hidden states: {', '.join(extra)}")
-        hidden: torch.Tensor = out.last_hidden_state
-        return hidden
+        call = live.current()
+        states = [t for _, pair in sorted(call.kept.items()) for t in pair] if call.in_graph else []
+        if call.in_graph:
+            call.kept.clear()
+        return [out.last_hidden_state, *states]
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """For one padded forward: attention is ours, and expert routing sees live tokens."""
-        config, blocks = self._body.config, list(self._routing())
+        config, blocks = self._body.config, [] if self._in_graph else list(self._routing())
         before = config._attn_implementation
         config._attn_implementation = live.NAME
-        for name, block in blocks:
-            block.__dict__["forward"] = live.on_live_tokens(block.forward, name)
+        changes: list[tuple[MutableMapping[str, Any], str, Any]] = [
+            (block.__dict__, "forward", live.on_live_tokens(block.forward, name))
+            for name, block in blocks
+        ]
         try:
-            yield
+            with put_in_place(changes):
+                yield
         finally:
-            for _, block in blocks:
-                del block.__dict__["forward"]
             config._attn_implementation = before
 
     def _routing(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -203,3 +223,13 @@ class Prefill:
         for name, block in self._body.named_modules():
             if isinstance(getattr(block, "experts", None), torch.nn.Module):
                 yield name, block
+
+
+def warm_buckets(body: Any, sizes: Sequence[int], batch: int) -> None:
+    """Two calls of each size, largest first, with a cache of its own each."""
+    weight = body.get_input_embeddings().weight
+    with torch.no_grad():
+        for length in sorted(sizes, reverse=True):
+            tokens = torch.zeros(batch, length, dtype=torch.long, device=weight.device)
+            for _ in range(2):
+                body(input_ids=tokens, use_cache=True)
