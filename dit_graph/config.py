@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
+from dit_graph.buckets import Buckets
 from dit_graph.errors import ConfigError
 
+Mode = Literal["denoise", "prefill"]
 Backend = Literal["breakable", "full", "debug", "eager"]
 DeviceName = Literal["auto", "cuda", "recorder"]
 OnNewShape = Literal["capture", "eager", "error"]
@@ -19,6 +21,11 @@ class GraphConfig:
     """What `enable` was asked for.
 
     Args:
+        mode: `"denoise"` records the repeated forward of a pipeline's denoisers or of a module;
+            `"prefill"` that of a causal LM's transformer body, tokens padded to buckets.
+        buckets: of prefill: the token counts that are recorded, rising; by default 4 to 32 by 4, 48
+            to 256 by 16 and so on, up to `max_tokens`.
+        max_tokens: the largest default bucket.
         backend: `"breakable"` (segments with eager breaks, the default), `"full"` (one graph or
             nothing), `"debug"` (the whole call is one eager break: same buffers and replay path, no
             graph) or `"eager"` (never record).
@@ -56,6 +63,9 @@ class GraphConfig:
         ConfigError: a value is not one of these.
     """
 
+    mode: Mode = "denoise"
+    buckets: tuple[int, ...] | None = None
+    max_tokens: int = 2048
     backend: Backend = "breakable"
     device: DeviceName = "auto"
     on_new_shape: OnNewShape = "capture"
@@ -74,6 +84,8 @@ class GraphConfig:
         if isinstance(self.breaks, str) or not all(isinstance(p, str) for p in self.breaks):
             raise ConfigError(f"breaks must be a sequence of patterns, got {self.breaks!r}")
         object.__setattr__(self, "breaks", tuple(self.breaks))
+        if self.buckets is not None:
+            object.__setattr__(self, "buckets", Buckets(self.buckets).sizes)
         for name, hint in get_type_hints(type(self)).items():
             known, value = get_args(hint), getattr(self, name)
             if hint is int and (type(value) is not int or value < 1):

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from dit_graph.buckets import schedule
 from dit_graph.config import GraphConfig
 from dit_graph.devices import device_named
 from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, NotReplayed
 from dit_graph.explain import Explanation, explain
 from dit_graph.install import Install, switched_off
-from dit_graph.modes.denoise import Pictures, denoisers, warm_module, warm_pipeline
+from dit_graph.modes import parts
+from dit_graph.modes.denoise import Pictures, warm_module, warm_pipeline
 from dit_graph.pool import Pool
 from dit_graph.report import render, totals
 
@@ -61,12 +63,16 @@ class Handle:
             sizes: (height, width) in pixels; the pipeline runs two steps a size, largest first,
                 with `output_type="latent"`; its scheduler, generators and hooks stay as they were.
             inputs: for a bare module: one dict of keyword arguments, or tuple, a signature.
-            pipeline_kwargs: what the pipeline is called with, for example `prompt="a fox"`.
+            pipeline_kwargs: what the pipeline is called with, for example `prompt="a fox"`; in
+                prefill `batch=1`, and all buckets are recorded.
 
         Raises:
             ConfigError: neither or both of sizes and inputs, or a pipeline without sizes.
         """
         target = self._alive()
+        if self.config.mode == "prefill":
+            self._warm_buckets(**pipeline_kwargs)
+            return
         module = isinstance(target, torch.nn.Module)
         if (sizes is None) == (inputs is None) or module != (inputs is not None):
             raise ConfigError("warmup takes sizes for a pipeline, inputs for a bare module")
@@ -85,6 +91,14 @@ class Handle:
             for runner in runners:
                 runner.warming = False
             self.pictures()  # the pipeline's own scheduler is back
+
+    def _warm_buckets(self, batch: int = 1) -> None:
+        """Record every bucket for prompts of `batch` rows, the largest first."""
+        from dit_graph.modes.prefill import warm_buckets
+
+        sizes = self.config.buckets or schedule(self.config.max_tokens)
+        for install in self.installs.values():
+            warm_buckets(install.module, sizes, batch)
 
     def stats(self) -> dict[str, Any]:
         """`calls`, `cold`, `captures` and `replays` as ints, `eager` as reason → count."""
@@ -188,7 +202,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
     """
     chosen = GraphConfig.of(config, options)
     known = _handle_of(pipe_or_module)
-    modules = denoisers(pipe_or_module)
+    modules = parts(pipe_or_module, chosen.mode)
     for name, module in modules.items():
         install = _installs.get(id(module))
         if install is not None and install.config != chosen:

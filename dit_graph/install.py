@@ -3,11 +3,13 @@
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from dit_graph import breaks
+from dit_graph.buckets import Buckets, schedule
 from dit_graph.config import GraphConfig
 from dit_graph.errors import NotReplayed, Unsupported
 from dit_graph.graphed import Graphed
@@ -45,6 +47,7 @@ class Install:
         self.config = handle.config
         self.handles = [handle]
         self.runner: Runner | None = None
+        self._answer: Callable[..., Any] = self._original
         self.eager: Counter[str] = Counter()  # calls that never reached a runner
         self.notes: list[str] = []
         self._said: set[str] = set()
@@ -64,7 +67,7 @@ class Install:
             with breaks.live(self._signature.arguments(args, kwargs)):
                 return self._slot.original(*args, **kwargs)
         assert self.runner is not None
-        return self.runner(*args, **kwargs)
+        return self._answer(*args, **kwargs)
 
     def _device(self) -> torch.device:
         first = next(self.module.parameters(), None)
@@ -77,19 +80,28 @@ class Install:
         pool = self._pool.pool_on(on)
         with pool.lock:
             if self.runner is None:
-                state = ModuleWatcher(self.module, pool.device.on, self._pictures)
-                self.runner = Runner(
-                    Graphed(
-                        self.name,
-                        self.module,
-                        self._original,
-                        self._signature,
-                        self.config,
-                        pool,
-                        state,
-                    )
-                )
+                self._answer = self._make(pool)
         return ""
+
+    def _make(self, pool: Pool) -> Callable[..., Any]:
+        """The runner, and what stands in front of it in this mode."""
+        state = ModuleWatcher(self.module, pool.device.on, self._pictures)
+        graphed = Graphed(
+            self.name, self.module, self._original, self._signature, self.config, pool, state
+        )
+        if self.config.mode == "prefill":
+            return self._padding(graphed)
+        self.runner = Runner(graphed)
+        return self.runner
+
+    def _padding(self, graphed: Graphed) -> Callable[..., Any]:
+        from dit_graph.modes.prefill import Prefill  # transformers is slow to import
+
+        buckets = Buckets(self.config.buckets or schedule(self.config.max_tokens))
+        front = Prefill(self.module, self._original, buckets, self.config.backend)
+        graphed.original, graphed.signature = front.padded_forward, Signature(front.padded_forward)
+        self.runner = front.runner = Runner(graphed)
+        return front
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:

@@ -85,6 +85,19 @@ class Runner:
                 reason = str(error)
         return self._fallback(entry, reason, args, kwargs)
 
+    def refuse(self, reason: str, run: Callable[[], Any], expected: bool = False) -> Any:
+        """Count a call that stays eager before it has a key, and run it.
+
+        `expected`: it is meant to be eager, so that it is neither logged nor an error.
+        """
+        with self.pool.lock:
+            self.calls += 1
+            if expected:
+                self.refused[reason] += 1
+            else:
+                self._fallback.say(self.refused, reason)
+        return run()
+
     def _plain(self, args: Any, kwargs: Any) -> Any:
         with breaks.live(self.on.signature.arguments(args, kwargs)):
             return self.on.original(*args, **kwargs)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.contract", "tests.proving", "tests.threads")
+pytest.register_assert_rewrite("tests.contract", "tests.proving", "tests.threads", "tests.prefill")
 
 torch.set_num_threads(1)  # tiny models: a second thread only waits
 

@@ -1,0 +1,184 @@
+"""What is eager in a recorded prefill: attention, the KV cache, expert routing. They see the live
+tokens of the call that runs now and never a padded one.
+
+Goes through transformers' public interfaces: an attention function and a mask function are
+registered under one name, and a stand-in takes the cache's place. Model code is not touched.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dit_graph.breaks import eager_on_graph
+
+NAME = "dit_graph_prefill"
+
+
+@dataclass(eq=False)
+class LiveCall:
+    """One prefill call as its caller made it.
+
+    `tokens` are the live ones, `length` the padded count. `masks` are the attention masks for them
+    as the model makes them, `None` where the attention function needs none. `kept` holds what the
+    cache gave back for each layer, so that a call that starts again does not write a layer twice.
+    """
+
+    tokens: int
+    length: int
+    cache: Any
+    attention: str
+    masks: list[Any]
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    in_graph: bool = False
+    """Attention belongs to the recording; `kept` holds each layer's padded keys and values."""
+
+
+class _Local(threading.local):
+    call: LiveCall | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def live(call: LiveCall) -> Iterator[None]:
+    """Make `call` what breaks see on this thread."""
+    before, _local.call = _local.call, call
+    try:
+        yield
+    finally:
+        _local.call = before
+
+
+def current() -> LiveCall:
+    """The call that runs now on this thread."""
+    assert _local.call is not None
+    return _local.call
+
+
+@dataclass(frozen=True)
+class CacheStandIn(Cache):
+    """Takes the place of the caller's cache in a recording; the live one is written in a break."""
+
+    layers = ()  # type: ignore[assignment]
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Hand the padded keys and values on to attention, which knows the live call."""
+        return keys, values
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        raise RuntimeError("the forward asks for the cache's length while it is recorded")
+
+    get_mask_sizes = get_query_offset = get_seq_length
+
+
+def mask_of(kind: int, like: torch.Tensor) -> torch.Tensor:
+    """What stands for the `kind`th mask in a recording: its shape says which one it is."""
+    return torch.zeros(1, 1, 1, kind + 1, dtype=torch.bool, device=like.device)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: `query` (batch, heads, tokens, head) and so on, padded."""
+    if _local.call is None:  # another thread, while a recording has the config
+        raise RuntimeError("the model was called while its prefill is recorded on another thread")
+    call = _local.call
+    if call.in_graph:
+        if call.cache is not None:
+            call.kept[module.layer_idx] = key, value
+        real = attention_named(call.attention, module)
+        mask = None if attention_mask.shape[2] == 1 else attention_mask  # else a stand-in for None
+        return real(module, query, key, value, mask, **kwargs)[0], None
+    return _live_attention(module, query, key, value, attention_mask, **kwargs), None
+
+
+@eager_on_graph(pure=True, reason="attention and KV cache on live tokens")
+def _live_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    call = _local.call
+    assert call is not None
+    query, key, value = (t[:, :, : call.tokens] for t in (query, key, value))
+    if call.cache is not None:
+        layer = module.layer_idx
+        if layer not in call.kept:
+            call.kept[layer] = call.cache.update(key, value, layer)
+        key, value = call.kept[layer]
+    mask = None if attention_mask is None else call.masks[attention_mask.shape[-1] - 1]
+    out = attention_named(call.attention, module)(module, query, key, value, mask, **kwargs)[0]
+    return padded(out, 1, call.length)
+
+
+def attention_named(name: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention function that the model would call; `eager` is each model file's own."""
+    default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
+    return found
+
+
+def padded(t: torch.Tensor, axis: int, length: int, value: Any = 0) -> torch.Tensor:
+    """`t` grown to `length` along `axis`, the tail filled with `value`."""
+    shape = list(t.shape)
+    shape[axis] = length
+    whole = torch.full(shape, value, dtype=t.dtype, device=t.device)
+    whole.narrow(axis, 0, t.shape[axis]).copy_(t)
+    return whole
+
+
+def padded_mask(mask: torch.Tensor | None, tokens: int, length: int, like: torch.Tensor) -> Any:
+    """A mask (batch or 1, 1, tokens, keys) grown to (.., length, length) for attention in a graph.
+
+    `None`, which is plainly causal, keeps a stand-in where nothing is padded. A padded row sees
+    itself, so that it is a number; a live row sees no padded key.
+    """
+    if mask is None:
+        if tokens == length:
+            return mask_of(0, like)
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=like.device).tril()
+    sees, hides = (True, False) if mask.dtype is torch.bool else (0.0, torch.finfo(mask.dtype).min)
+    whole = mask.new_full((*mask.shape[:2], length, length), hides)
+    whole.diagonal(dim1=2, dim2=3).fill_(sees)
+    whole[:, :, :tokens] = hides
+    whole[:, :, :tokens, :tokens] = mask[..., :tokens]
+    return whole
+
+
+def on_live_tokens(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A block's forward (batch, tokens, width) as a break that sees the live tokens only."""
+
+    @eager_on_graph(pure=True, reason=f"{name} routes live tokens")
+    def call(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        now = _local.call
+        if now is None or hidden.shape[1] != now.length:
+            return forward(hidden, *args, **kwargs)
+        out = forward(hidden[:, : now.tokens].contiguous(), *args, **kwargs)
+        return padded(out, 1, now.length)
+
+    return call
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("the forward makes an attention mask of its own while it is recorded")
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _no_mask)

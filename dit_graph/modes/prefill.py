@@ -1,0 +1,235 @@
+"""Prefill: in front of a causal LM's transformer body, tokens are padded to a bucket.
+
+The caller's call, its mask and its cache stay whole: they are what the breaks in the recording see
+(`live.py`). The LM head, logits processing and sampling are outside.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, masking_utils
+from transformers.cache_utils import DynamicCache
+
+from dit_graph.buckets import Buckets
+from dit_graph.errors import CaptureError, ConfigError
+from dit_graph.modes import live
+from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
+from dit_graph.opaque import put_in_place
+
+DECODE = "a decode step: one token"
+_KNOWN = {
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values",
+    "use_cache",
+}  # fmt: skip
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MASK_MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
+
+
+def bodies(target: Any) -> dict[str, torch.nn.Module]:
+    """The transformer body of a causal LM, by its attribute's name.
+
+    Raises:
+        ConfigError: the target is no causal LM, or its body is none that prefill can pad.
+    """
+    if not isinstance(target, PreTrainedModel) or not hasattr(target, "get_decoder"):
+        raise ConfigError(
+            f'mode="prefill" takes a transformers causal LM, got {type(target).__name__}'
+        )
+    body = target.get_decoder()
+    if body is None or body is target:
+        raise ConfigError(f"{type(target).__name__} has no transformer body apart from its head")
+    if reason := unsupported(body):
+        raise ConfigError(f"{type(body).__name__} cannot be padded: {reason}")
+    name = next((n for n, m in target.named_modules() if m is body), type(body).__name__)
+    return {name: body}
+
+
+def unsupported(body: Any) -> str:
+    """Why padded tokens could be seen by others in this body, or an empty string."""
+    config = body.config
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
+        return f"it has {', '.join(sorted(others))} layers, whose state padded tokens would move"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    makers = inspect.unwrap(type(body).forward).__globals__
+    if not any(name in makers for name in _MASK_MAKERS):
+        return "it makes its attention mask in a way of its own"
+    return ""
+
+
+class Prefill:
+    """Answers a body's calls through `recorded`, a callable on padded tensors.
+
+    Args:
+        body: the transformer body.
+        original: its forward as it was before.
+        buckets: the token counts that are recorded.
+        backend: under `"full"` attention is inside the graph, and the cache is written after it.
+    """
+
+    def __init__(
+        self,
+        body: Any,
+        original: Callable[..., Any],
+        buckets: Buckets,
+        backend: str,
+    ) -> None:
+        self._body = body
+        self._original = original
+        self._buckets = buckets
+        self._in_graph = backend == "full"
+        self._signature = inspect.signature(types.MethodType(type(body).forward, body))
+        self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
+        self._out: type | None = None
+        self.runner: Any = None  # of `padded_forward`
+
+    # ---- the call as the caller makes it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        given = {name: value for name, value in given.items() if value is not None}
+        tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
+        length, reason = self._length(given, tokens)
+        if reason:
+            plain = functools.partial(self._original, *args, **kwargs)
+            return self.runner.refuse(reason, plain, expected=reason == DECODE)
+        cache, use_cache = self._cache(given)
+        positions = given.get("position_ids")
+        if positions is None:
+            past = 0 if cache is None else cache.get_seq_length()
+            positions = (torch.arange(tokens.shape[1], device=tokens.device) + past).unsqueeze(0)
+        masks = self._masks(given, tokens, cache, positions)
+        attention = self._body.config._attn_implementation
+        live_masks = list(masks.values())
+        call = LiveCall(tokens.shape[1], length, cache, attention, live_masks)
+        call.in_graph = self._in_graph
+        stand_ins: list[Any] = [mask_of(i, tokens) for i in range(len(masks))]
+        if self._in_graph:
+            stand_ins = [padded_mask(m, call.tokens, length, tokens) for m in live_masks]
+        name = "input_ids" if "input_ids" in given else "inputs_embeds"
+        with live.live(call):
+            hidden, *kept_states = self.runner(
+                **{name: padded(tokens, 1, length)},
+                position_ids=padded(positions, positions.dim() - 1, length),
+                attention_mask=stand_ins,
+                kinds=tuple(masks),
+                cache=None if cache is None else CacheStandIn(),
+            )
+        for layer, (keys, values) in enumerate(zip(kept_states[::2], kept_states[1::2])):
+            cache.update(keys[:, :, : call.tokens], values[:, :, : call.tokens], layer)
+        assert self._out is not None
+        kept = {self._cache_name: cache} if use_cache else {}
+        return self._out(last_hidden_state=hidden[:, : call.tokens], **kept)
+
+    def _length(self, given: dict[str, Any], tokens: Any) -> tuple[int, str]:
+        """The bucket of a call, or why it stays eager."""
+        if not isinstance(tokens, torch.Tensor) or {"input_ids", "inputs_embeds"} <= given.keys():
+            return 0, "neither input_ids nor inputs_embeds, or both"  # the model's own error
+        if self._body.training:
+            return 0, "the model is in training mode"
+        if others := [n for n, v in given.items() if n not in _KNOWN and v is not False]:
+            return 0, f"argument {others[0]} is given"
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._body.parameters()):
+            return 0, "gradients are needed; call it under torch.no_grad()"
+        if tokens.shape[1] == 1:
+            return 0, DECODE
+        cache = given.get(self._cache_name, given.get("past_key_values"))
+        if self._in_graph and cache is not None and cache.get_seq_length():
+            return 0, 'tokens are in the cache already; backend "full" records a first chunk'
+        if self._in_graph and self._body.config._attn_implementation not in ("sdpa", "eager"):
+            return 0, f"backend full cannot pad {self._body.config._attn_implementation} attention"
+        return self._buckets.find(tokens.shape[1])
+
+    def _cache(self, given: dict[str, Any]) -> tuple[Any, bool]:
+        cache = given.get(self._cache_name, given.get("past_key_values"))
+        use_cache = given.get("use_cache", getattr(self._body.config, "use_cache", True))
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self._body.config)
+        return cache, bool(use_cache) or cache is not None
+
+    def _masks(
+        self, given: dict[str, Any], tokens: torch.Tensor, cache: Any, positions: torch.Tensor
+    ) -> dict[str, Any]:
+        """The masks of the live call by layer type, made as the model makes them.
+
+        One under the name "" where the model has one for all layers.
+        """
+        mask = given.get("attention_mask")
+        if not isinstance(mask, dict):
+            weight = self._body.get_input_embeddings().weight
+            like = weight.new_empty(1).expand(*tokens.shape[:2], 1)
+            make: Any = masking_utils.create_masks_for_generate
+            known = inspect.signature(make).parameters
+            name = "cache" if "cache" in known else "past_key_values"
+            mask = make(
+                config=self._body.config,
+                inputs_embeds=like,
+                attention_mask=mask,
+                position_ids=positions,
+                **{name: cache},
+            )
+        return mask if isinstance(mask, dict) else {"": mask}
+
+    # ---- what is recorded
+
+    def padded_forward(
+        self,
+        *,
+        attention_mask: list[torch.Tensor],
+        kinds: tuple[str, ...],
+        cache: Any,
+        **tokens: Any,
+    ) -> list[torch.Tensor]:
+        """The body on padded tokens (batch, bucket): its last hidden states, and where attention is
+        in the graph each layer's keys and values, all padded."""
+        mask: Any = attention_mask[0] if kinds == ("",) else dict(zip(kinds, attention_mask))
+        with self._prepared():
+            given = {self._cache_name: cache, "use_cache": cache is not None}
+            out = self._original(attention_mask=mask, **tokens, **given)
+        self._out = type(out)
+        extra = [n for n, v in out.items() if v is not None and not isinstance(v, CacheStandIn)]
+        if extra != ["last_hidden_state"]:
+            raise CaptureError(f"the body gives more than hidden states: {', '.join(extra)}")
+        call = live.current()
+        states = [t for _, pair in sorted(call.kept.items()) for t in pair] if call.in_graph else []
+        if call.in_graph:
+            call.kept.clear()
+        return [out.last_hidden_state, *states]
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """For one padded forward: attention is ours, and expert routing sees live tokens."""
+        config, blocks = self._body.config, [] if self._in_graph else list(self._routing())
+        before = config._attn_implementation
+        config._attn_implementation = live.NAME
+        changes: list[tuple[MutableMapping[str, Any], str, Any]] = [
+            (block.__dict__, "forward", live.on_live_tokens(block.forward, name))
+            for name, block in blocks
+        ]
+        try:
+            with put_in_place(changes):
+                yield
+        finally:
+            config._attn_implementation = before
+
+    def _routing(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The blocks that send tokens to experts."""
+        for name, block in self._body.named_modules():
+            if isinstance(getattr(block, "experts", None), torch.nn.Module):
+                yield name, block
+
+
+def warm_buckets(body: Any, sizes: Sequence[int], batch: int) -> None:
+    """Two calls of each size, largest first, with a cache of its own each."""
+    weight = body.get_input_embeddings().weight
+    with torch.no_grad():
+        for length in sorted(sizes, reverse=True):
+            tokens = torch.zeros(batch, length, dtype=torch.long, device=weight.device)
+            for _ in range(2):
+                body(input_ids=tokens, use_cache=True)

@@ -1,0 +1,3 @@
+"""Prefill on gpu."""
+
+from tests.prefill import *  # noqa: F403

@@ -1,0 +1,393 @@
+"""Prefill of causal LMs, on every device: any token count against unpadded eager."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, StaticCache
+
+import dit_graph
+from dit_graph.buckets import Buckets, schedule
+from dit_graph.modes import live
+from dit_graph.modes.prefill import DECODE
+from tests.pair import PLAIN, Machine
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+HEAD = {"head_dim": 8}
+SLIDING = {"sliding_window": 6}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", HEAD),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen3": ("Qwen3", HEAD),
+    "Mistral sliding": ("Mistral", HEAD | SLIDING),
+    "Phi3": ("Phi3", {}),
+    "Gemma": ("Gemma", HEAD),
+    "Gemma2 sliding": ("Gemma2", HEAD | SLIDING),
+    "Gemma3 sliding": ("Gemma3Text", HEAD | SLIDING | {
+        "layer_types": ["sliding_attention", "full_attention"]}),
+    "Qwen3 MoE": ("Qwen3Moe", HEAD | {
+        "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+    "Mixtral MoE": ("Mixtral", HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+FIRST = ["Llama", "Qwen3", "Gemma", "Qwen3 MoE"]
+BUCKETS = (2, 4, 8, 16)
+
+
+def build(name: str, machine: Machine, **more: Any) -> Any:
+    kind, config = MODELS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}Config")(**SIZES | config | more)
+    head = "Gemma3ForCausalLM" if kind == "Gemma3Text" else f"{kind}ForCausalLM"
+    return getattr(transformers, head)(made).to(machine.on).eval().requires_grad_(False)
+
+
+def two(name: str, machine: Machine, **options: Any) -> tuple[Any, Any, dit_graph.Handle]:
+    """A model whose prefill is recorded, its eager twin, and the handle."""
+    model = build(name, machine)
+    twin = copy.deepcopy(model)
+    options = {"buckets": BUCKETS} | PLAIN | options
+    return model, twin, dit_graph.enable(model, mode="prefill", device=machine.device, **options)
+
+
+def ids(machine: Machine, seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 128, shape, generator=generator).to(machine.on)
+
+
+def near(a: torch.Tensor, b: torch.Tensor, bound: float = 1e-5) -> bool:
+    return bool((a - b).abs().max() <= bound * b.abs().max())
+
+
+def static_cache(model: Any, fill: float) -> Any:
+    """Slots for 24 tokens, all of them filled, as if other requests had used them."""
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    head = getattr(model.config, "head_dim", None) or 8
+    cache.early_initialization(
+        batch_size=1, num_heads=2, head_dim=head, dtype=model.dtype, device=model.device
+    )
+    for layer in cache.layers:
+        layer.keys.fill_(fill)
+        layer.values.fill_(fill)
+    return cache
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_every_token_count_leaves_other_slots_alone(machine: Machine, name: str) -> None:
+    """Rows 47, 48: KV outside of the request keeps its bits; inside it is unpadded eager's."""
+    model, twin, handle = two(name, machine)
+    for n in range(2, 17):
+        for again in range(3):
+            tokens = ids(machine, 100 * n + again, 1, n)
+            cache, expected_cache = (static_cache(m, 7.25) for m in (model, twin))
+            out = model(tokens, past_key_values=cache)
+            expected = twin(tokens, past_key_values=expected_cache)
+            assert out.logits.shape == expected.logits.shape == (1, n, 128)
+            assert near(out.logits, expected.logits), n
+            for layer, other in zip(cache.layers, expected_cache.layers):
+                for mine, its in ((layer.keys, other.keys), (layer.values, other.values)):
+                    assert bool((mine[:, :, n:] == 7.25).all()), n
+                    assert near(mine[:, :, :n], its[:, :, :n]), n
+                    if n in BUCKETS:
+                        assert torch.equal(mine, its), n
+            if n in BUCKETS:
+                assert torch.equal(out.logits, expected.logits), n
+    stats = handle.stats()
+    assert stats["eager"] == {} and stats["captures"] == len(BUCKETS)
+    assert stats["replays"] == 45 - 2 * len(BUCKETS)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_padded_rows_would_reach_the_cache_without_the_rule(
+    machine: Machine, name: str, monkeypatch: Any
+) -> None:
+    real = live.LiveCall
+    monkeypatch.setattr(
+        "dit_graph.modes.prefill.LiveCall",
+        lambda tokens, length, *rest: real(length, length, *rest),
+    )
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        test_every_token_count_leaves_other_slots_alone(machine, name)
+
+
+@pytest.mark.parametrize("backend", ["breakable", "full", "debug", "eager"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_model_and_backend(machine: Machine, name: str, backend: str) -> None:
+    model, twin, handle = two(name, machine, backend=backend, buckets=(8, 16))
+    for again in range(3):
+        for n in range(4, 17):
+            tokens = ids(machine, 100 * n + again, 1, n)
+            out, expected = model(tokens), twin(tokens)
+            assert near(out.logits, expected.logits), n
+            for a, b in zip(out.past_key_values.layers, expected.past_key_values.layers):
+                assert a.keys.shape == b.keys.shape and near(a.keys, b.keys)
+                assert near(a.values, b.values)
+            if n in (8, 16):
+                assert torch.equal(out.logits, expected.logits), n
+    stats = handle.stats()
+    if backend == "eager":
+        assert stats["replays"] == 0 and stats["eager"]
+    else:
+        assert stats["replays"] >= 30 and stats["eager"] == {}
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("static", [False, True])
+def test_greedy_text_is_the_same(machine: Machine, name: str, static: bool) -> None:
+    model, twin, handle = two(name, machine, buckets=(8, 16, 32))
+    options: dict[str, Any] = {"max_new_tokens": 64, "do_sample": False}
+    if static:
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    for n in (5, 8, 11, 7, 16, 30, 9):
+        tokens = ids(machine, n, 1, n)
+        assert torch.equal(model.generate(tokens, **options), twin.generate(tokens, **options)), n
+    stats = handle.stats()
+    assert set(stats["eager"]) == {DECODE} and stats["eager"][DECODE] == 7 * 63
+    assert stats["replays"] >= 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("backend", ["breakable", "full"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3 sliding", "Qwen3 MoE"])
+def test_batches_of_prompts_of_different_lengths(
+    machine: Machine, name: str, backend: str, side: str
+) -> None:
+    model, twin, handle = two(name, machine, backend=backend, buckets=(8, 16))
+    for seed in range(4):
+        lengths = [(7, 3, 5), (6, 6, 2), (7, 1, 7), (8, 4, 3)][seed]
+        longest = max(lengths)
+        tokens, mask = ids(machine, seed, 3, longest), torch.zeros(3, longest, dtype=torch.long)
+        for row, n in enumerate(lengths):
+            mask[row, slice(longest - n, None) if side == "left" else slice(n)] = 1
+        mask = mask.to(machine.on)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        call = {"attention_mask": mask, "position_ids": positions}
+        out, expected = model(tokens, **call).logits, twin(tokens, **call).logits
+        live_rows = mask.bool()
+        assert near(out[live_rows], expected[live_rows]), seed
+    assert handle.stats()["replays"] >= 1 and handle.stats()["eager"] == {}
+
+
+def test_a_mask_is_heard(machine: Machine) -> None:
+    """Left padding that is ignored silently: other tokens under the mask change nothing."""
+    model, _, handle = two("Llama", machine, buckets=(8,))
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]], device=machine.on)
+    results = []
+    for seed in range(4):
+        tokens = ids(machine, 0, 1, 7)
+        tokens[:, :3] = ids(machine, seed, 1, 3)
+        results.append(model(tokens, attention_mask=mask).logits[:, 3:])
+    assert all(torch.equal(r, results[0]) for r in results) and handle.stats()["replays"] == 2
+    ignored = model(tokens).logits[:, 3:]
+    assert not torch.equal(ignored, results[0])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2 sliding", "Gemma3 sliding", "Qwen3 MoE"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_chunks_and_second_turns(machine: Machine, name: str, kind: str) -> None:
+    """Row 19: two chunks of equal length and other offset."""
+    model, twin, handle = two(name, machine, buckets=(8,))
+
+    def cache(m: Any) -> Any:
+        if kind == "dynamic":
+            return DynamicCache(config=m.config)
+        return StaticCache(config=m.config, max_cache_len=40)
+
+    for seed in range(4):
+        mine, its = cache(model), cache(twin)
+        for chunk in range(4):
+            tokens = ids(machine, 10 * seed + chunk, 1, (8, 8, 6, 8)[chunk])
+            out = model(tokens, past_key_values=mine).logits
+            expected = twin(tokens, past_key_values=its).logits
+            assert near(out, expected), (seed, chunk)
+            assert mine.get_seq_length() == its.get_seq_length()
+    assert handle.stats()["eager"] == {} and handle.stats()["replays"] == 14
+
+
+def test_stale_rows_of_a_larger_batch(machine: Machine) -> None:
+    """Row 53: request 1 uses more rows than request 2 of the same bucket."""
+    model, twin, handle = two("Llama", machine, buckets=(16,))
+    for n in (16, 9, 15, 8, 16, 10):
+        tokens = ids(machine, n, 1, n)
+        assert near(model(tokens).logits, twin(tokens).logits), n
+    assert handle.stats()["replays"] == 4
+
+
+def test_bfloat16_is_as_near_as_eager_is(machine: Machine) -> None:
+    """Row 55: padded bf16 against fp32 is no further off than unpadded bf16."""
+    model, twin, _ = two("Llama", machine, buckets=(16,))
+    exact = copy.deepcopy(twin)
+    model.bfloat16(), twin.bfloat16()
+    errors, same = {"padded": 0.0, "plain": 0.0}, 0
+    for n in range(8, 17):
+        tokens = ids(machine, n, 1, n)
+        wanted = exact(tokens).logits
+        padded, plain = model(tokens).logits, twin(tokens).logits
+        errors["padded"] = max(errors["padded"], float((padded - wanted).abs().max()))
+        errors["plain"] = max(errors["plain"], float((plain - wanted).abs().max()))
+        same += int(padded[0, -1].argmax()) == int(plain[0, -1].argmax())
+    assert errors["padded"] <= 1.5 * errors["plain"] and same == 9
+
+
+# ---- eager, by name
+
+
+def eager_reason(handle: dit_graph.Handle) -> str:
+    (reason,) = handle.stats()["eager"]
+    return str(reason)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ({"shape": (1, 17)}, "17 tokens are past the largest bucket 16"),
+        ({"shape": (1, 3), "buckets": (8, 16)}, "3 tokens would be padded to 8, over 2 times"),
+        ({"shape": (1, 1)}, DECODE),
+        ({"shape": (1, 8), "output_hidden_states": True}, "argument output_hidden_states"),
+    ],
+)
+def test_what_stays_eager_says_why(machine: Machine, call: dict[str, Any], says: str) -> None:
+    """Rows 38 and the largest bucket."""
+    call = dict(call)
+    shape, buckets = call.pop("shape"), call.pop("buckets", BUCKETS)
+    model, twin, handle = two("Llama", machine, buckets=buckets)
+    for seed in range(3):
+        tokens = ids(machine, seed, *shape)
+        assert torch.equal(model(tokens, **call).logits, twin(tokens, **call).logits)
+    assert eager_reason(handle).startswith(says) and handle.stats()["calls"] == 3
+
+
+def test_embeddings_and_no_cache(machine: Machine) -> None:
+    model, twin, handle = two("Qwen3", machine, buckets=(8,))
+    for seed in range(4):
+        embeds = model.get_input_embeddings()(ids(machine, seed, 1, 6))
+        for call in ({"use_cache": False}, {}):
+            out, expected = model(inputs_embeds=embeds, **call), twin(inputs_embeds=embeds, **call)
+            assert near(out.logits, expected.logits)
+            assert (out.past_key_values is None) == (expected.past_key_values is None)
+    assert handle.stats()["replays"] == 4
+
+
+def test_a_decode_step_is_no_error_under_strict(machine: Machine) -> None:
+    model, twin, _ = two("Llama", machine, buckets=(8,), strict=True)
+    tokens = ids(machine, 0, 1, 6)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **options), twin.generate(tokens, **options))
+    with pytest.raises(dit_graph.NotReplayed, match="past the largest bucket"):
+        model(ids(machine, 0, 1, 9))
+
+
+def test_verification_and_another_adapter(machine: Machine) -> None:
+    model, twin, handle = two("Llama", machine, buckets=(8,), verify="first")
+    for seed in range(4):
+        tokens = ids(machine, seed, 1, 7)
+        assert near(model(tokens).logits, twin(tokens).logits)
+    assert "bit-equal when compared" in handle.report()
+    for m in (model, twin):
+        m.model.layers[0].mlp.down_proj.weight.data = m.model.layers[0].mlp.down_proj.weight * 2
+    for seed in range(4):
+        tokens = ids(machine, seed, 1, 7)
+        assert near(model(tokens).logits, twin(tokens).logits)
+    assert handle.stats()["captures"] == 2
+
+
+def test_a_step_that_fails_writes_each_layer_once(machine: Machine, monkeypatch: Any) -> None:
+    """The cache was written for the first layer; eager answers and does not write it again."""
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    for seed in range(3):
+        model(ids(machine, seed, 1, 7))
+    real, calls = live.padded, []
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:  # two arguments, then the attention of each layer
+            raise RuntimeError("no luck")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(live, "padded", failing)
+    monkeypatch.setattr("dit_graph.modes.prefill.padded", failing)
+    tokens = ids(machine, 9, 1, 7)
+    out, expected = model(tokens), twin(tokens)
+    assert near(out.logits, expected.logits) and "no luck" in eager_reason(handle)
+    assert out.past_key_values.get_seq_length() == 7
+    for a, b in zip(out.past_key_values.layers, expected.past_key_values.layers):
+        assert near(a.keys, b.keys)
+
+
+# ---- buckets
+
+
+def test_the_schedule() -> None:
+    sizes = schedule(2048)
+    assert sizes[:10] == (4, 8, 12, 16, 20, 24, 28, 32, 48, 64)
+    assert sizes[-6:] == (960, 1024, 1280, 1536, 1792, 2048)
+    assert schedule(5000)[-3:] == (4096, 4608, 5000) and schedule(10) == (4, 8, 10)
+    Buckets(schedule(8192))
+
+
+@pytest.mark.parametrize("sizes", [[], [8, 4], [4, 4], [0], [4, 8.0], [True]])
+def test_wrong_buckets_are_an_error_at_construction(sizes: Any) -> None:
+    """Row 37."""
+    with pytest.raises(dit_graph.ConfigError, match="buckets"):
+        dit_graph.GraphConfig(mode="prefill", buckets=sizes)
+
+
+def test_the_smallest_bucket_that_holds() -> None:
+    buckets = Buckets([4, 8, 16])
+    found = [buckets.find(n)[0] for n in (1, 2, 4, 5, 8, 9, 16, 17)]
+    assert found == [0, 4, 4, 8, 8, 16, 16, 0]
+
+
+# ---- what is refused, and what comes back
+
+
+def test_wrong_targets(machine: Machine) -> None:
+    with pytest.raises(dit_graph.ConfigError, match="takes a transformers causal LM"):
+        dit_graph.enable(torch.nn.Linear(2, 2), mode="prefill", device=machine.device)
+    model = build("Llama", machine)
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(dit_graph.ConfigError, match="linear_attention layers"):  # row 50
+        dit_graph.enable(model, mode="prefill", device=machine.device)
+
+
+def test_disable_leaves_nothing(machine: Machine) -> None:
+    model, twin, handle = two("Qwen3 MoE", machine, buckets=(8,))
+    config = copy.deepcopy(model.config.to_dict())
+    for seed in range(3):
+        model(ids(machine, seed, 1, 7))
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == twin.config._attn_implementation
+    handle.disable()
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    tokens = ids(machine, 5, 1, 7)
+    assert torch.equal(model(tokens).logits, twin(tokens).logits)
+
+
+def test_warm_up_records_the_largest_first(machine: Machine) -> None:
+    model, twin, handle = two("Llama", machine)
+    handle.warmup()
+    assert handle.stats()["captures"] == len(BUCKETS)
+    (runner,) = (install.runner for install in handle.installs.values())
+    order = [next(k for k in key.leaves if k[0] == "tensor" and len(k[1]) == 2)[1][1]
+             for key in runner.entries]  # fmt: skip
+    assert order == sorted(BUCKETS, reverse=True)
+    for n in range(2, 17):
+        tokens = ids(machine, n, 1, n)
+        assert near(model(tokens).logits, twin(tokens).logits)
+    assert handle.stats()["replays"] == 15
+
+
+def test_outside_of_no_grad_it_is_eager_by_name(machine: Machine) -> None:
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    model.requires_grad_(True)
+    tokens = ids(machine, 0, 1, 7)
+    with torch.enable_grad():
+        out = model(tokens).logits
+        out.sum().backward()
+    assert near(out, twin(tokens).logits) and "gradients" in eager_reason(handle)
+    assert model.model.layers[0].mlp.down_proj.weight.grad is not None

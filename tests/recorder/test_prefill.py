@@ -1,0 +1,3 @@
+"""Prefill on recorder."""
+
+from tests.prefill import *  # noqa: F403
