@@ -84,6 +84,10 @@ class GraphConfig:
         if isinstance(self.breaks, str) or not all(isinstance(p, str) for p in self.breaks):
             raise ConfigError(f"breaks must be a sequence of patterns, got {self.breaks!r}")
         object.__setattr__(self, "breaks", tuple(self.breaks))
+        if self.buckets is not None and self.mode != "prefill":
+            raise ConfigError(
+                'buckets belong to mode="prefill"; a size is never padded in denoising'
+            )
         if self.buckets is not None:
             object.__setattr__(self, "buckets", Buckets(self.buckets).sizes)
         for name, hint in get_type_hints(type(self)).items():

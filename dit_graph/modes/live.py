@@ -70,14 +70,22 @@ class CacheStandIn(Cache):
 
     layers = ()  # type: ignore[assignment]
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand the padded keys and values on to attention, which knows the live call."""
-        return keys, values
+        return key_states, value_states
 
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         raise RuntimeError("the forward asks for the cache's length while it is recorded")
 
-    get_mask_sizes = get_query_offset = get_seq_length
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        raise RuntimeError("the forward asks for the cache's length while it is recorded")
 
 
 def mask_of(kind: int, like: torch.Tensor) -> torch.Tensor:
@@ -86,7 +94,7 @@ def mask_of(kind: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -108,7 +116,7 @@ def attention(
 
 @eager_on_graph(pure=True, reason="attention and KV cache on live tokens")
 def _live_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -130,7 +138,7 @@ def _live_attention(
 
 def attention_named(name: str, module: torch.nn.Module) -> Callable[..., Any]:
     """The attention function that the model would call; `eager` is each model file's own."""
-    default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    default: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
     return found
 

@@ -38,7 +38,15 @@ BIND = Signature(forward).bind
         ({"max_variants": 0}, "max_variants must be a whole number of at least 1, got 0"),
         ({"max_graphs": True}, "max_graphs must be"),
         ({"breaks": "*.attn"}, "breaks must be a sequence of patterns"),
-        ({"buckets": []}, "unknown option buckets; known: backend, device"),
+        ({"sizes": []}, "unknown option sizes; known: mode, buckets"),
+        ({"buckets": []}, 'buckets belong to mode="prefill"'),
+        ({"mode": "decode"}, "mode must be one of denoise, prefill"),
+        ({"min_gain": 1}, "min_gain must be a share"),
+        ({"strict": 1}, "strict must be True or False"),
+        ({"memory_budget": "lots"}, "memory_budget must be bytes"),
+        ({"memory_budget": "0%"}, "memory_budget must be bytes"),
+        ({"memory_budget": 0}, "memory_budget must be bytes"),
+        ({"extra_key": 3}, "extra_key must be a function"),
     ],
 )
 def test_config_errors(options: dict[str, Any], message: str) -> None:
@@ -269,7 +277,7 @@ def test_public_names() -> None:
 
 
 LAYERS = [
-    {"errors"}, {"breaks", "config", "guards", "slot", "buffers", "recent"},
+    {"errors"}, {"buckets"}, {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds"}, {"watch", "writes"},
     {"opaque", "homes"}, {"capture", "pool"}, {"backends"},
