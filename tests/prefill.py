@@ -1,6 +1,8 @@
 """Prefill of causal LMs, on every device: any token count against unpadded eager."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -232,6 +234,36 @@ def test_bfloat16_is_as_near_as_eager_is(machine: Machine) -> None:
         errors["plain"] = max(errors["plain"], float((plain - wanted).abs().max()))
         same += int(padded[0, -1].argmax()) == int(plain[0, -1].argmax())
     assert errors["padded"] <= 1.5 * errors["plain"] and same == 9
+
+
+def test_other_threads_may_call_while_one_records(machine: Machine) -> None:
+    """Decode steps and prompts of other buckets, among first calls that are being recorded."""
+    model, twin, handle = two("Qwen3 MoE", machine)
+    start = Barrier(6)
+
+    def work(i: int) -> None:
+        start.wait(60)
+        with torch.no_grad():
+            for n in range(12):
+                tokens = ids(machine, 100 * i + n, 1, 1 + (5 * i + n) % 16)
+                assert near(model(tokens).logits, twin(tokens).logits), (i, n)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    stats = handle.stats()
+    assert stats["calls"] == 72 and stats["replays"] >= 10 and set(stats["eager"]) <= {DECODE}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_every_attention_implementation(machine: Machine, attention: str) -> None:
+    model, twin, handle = two("Gemma3 sliding", machine, buckets=(16,))
+    for m in (model, twin):
+        m.set_attn_implementation(attention)
+    for n in (9, 12, 16, 10):
+        tokens = ids(machine, n, 1, n)
+        assert near(model(tokens).logits, twin(tokens).logits), n
+    assert handle.stats()["replays"] == 2
+    assert model.config._attn_implementation == attention
 
 
 # ---- eager, by name

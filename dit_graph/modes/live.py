@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dit_graph.breaks import eager_on_graph
@@ -102,9 +103,11 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query` (batch, heads, tokens, head) and so on, padded."""
-    if _local.call is None:  # another thread, while a recording has the config
-        raise RuntimeError("the model was called while its prefill is recorded on another thread")
     call = _local.call
+    if call is None:  # another thread, while a recording has the config
+        real = attention_named(name_of(module.config), module)
+        out: tuple[torch.Tensor, None] = real(module, query, key, value, attention_mask, **kwargs)
+        return out
     if call.in_graph:
         if call.cache is not None:
             call.kept[module.layer_idx] = key, value
@@ -126,6 +129,8 @@ def _live_attention(
     call = _local.call
     assert call is not None
     query, key, value = (t[:, :, : call.tokens] for t in (query, key, value))
+    if isinstance(kwargs.get("position_ids"), torch.Tensor):  # some tell packed prompts by them
+        kwargs["position_ids"] = kwargs["position_ids"][..., : call.tokens]
     if call.cache is not None:
         layer = module.layer_idx
         if layer not in call.kept:
@@ -184,9 +189,31 @@ def on_live_tokens(forward: Callable[..., Any], name: str) -> Callable[..., Any]
     return call
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("the forward makes an attention mask of its own while it is recorded")
+def _mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+    """transformers' mask interface under our name: what the config's own attention would get."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[name_of(config)](*args, config=config, **kwargs)
+
+
+_standing_in: dict[int, str] = {}  # the id of a config to the attention that ours stands in for
+
+
+def name_of(config: Any) -> str:
+    """The attention that a config names, whether or not a recording has it now."""
+    return str(_standing_in.get(id(config), config._attn_implementation))
+
+
+@contextmanager
+def standing_in(config: Any) -> Iterator[None]:
+    """Have a model go through `attention`; calls of other threads find what they would."""
+    before = config._attn_implementation
+    _standing_in[id(config)] = before
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        del _standing_in[id(config)]
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, _mask)

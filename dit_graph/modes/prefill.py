@@ -105,7 +105,7 @@ class Prefill:
             past = 0 if cache is None else cache.get_seq_length()
             positions = (torch.arange(tokens.shape[1], device=tokens.device) + past).unsqueeze(0)
         masks = self._masks(given, tokens, cache, positions)
-        attention = self._body.config._attn_implementation
+        attention = live.name_of(self._body.config)
         live_masks = list(masks.values())
         call = LiveCall(tokens.shape[1], length, cache, attention, live_masks)
         call.in_graph = self._in_graph
@@ -142,8 +142,11 @@ class Prefill:
         cache = given.get(self._cache_name, given.get("past_key_values"))
         if self._in_graph and cache is not None and cache.get_seq_length():
             return 0, 'tokens are in the cache already; backend "full" records a first chunk'
-        if self._in_graph and self._body.config._attn_implementation not in ("sdpa", "eager"):
-            return 0, f"backend full cannot pad {self._body.config._attn_implementation} attention"
+        attention = live.name_of(self._body.config)
+        if self._in_graph and attention not in ("sdpa", "eager"):
+            return 0, f"backend full cannot pad {attention} attention"
+        if cache is not None and given.get("use_cache") is False:
+            return 0, "a cache is given and use_cache is False"
         return self._buckets.find(tokens.shape[1])
 
     def _cache(self, given: dict[str, Any]) -> tuple[Any, bool]:
@@ -205,18 +208,13 @@ class Prefill:
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """For one padded forward: attention is ours, and expert routing sees live tokens."""
-        config, blocks = self._body.config, [] if self._in_graph else list(self._routing())
-        before = config._attn_implementation
-        config._attn_implementation = live.NAME
+        blocks = [] if self._in_graph else list(self._routing())
         changes: list[tuple[MutableMapping[str, Any], str, Any]] = [
             (block.__dict__, "forward", live.on_live_tokens(block.forward, name))
             for name, block in blocks
         ]
-        try:
-            with put_in_place(changes):
-                yield
-        finally:
-            config._attn_implementation = before
+        with put_in_place(changes), live.standing_in(self._body.config):
+            yield
 
     def _routing(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The blocks that send tokens to experts."""
