@@ -17,6 +17,7 @@ ends in one line of JSON a case. Needs a CUDA device with about 70 GB of free me
 
 import argparse
 import copy
+import functools
 import gc
 import json
 import random
@@ -129,12 +130,14 @@ def sizes(count: int = 200, steps: int = 5, budget: int = 512 * MIB) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    known = {"sizes": sizes} | {name: functools.partial(prompts, name) for name in PROMPTS}
+    parser.add_argument("--cases", nargs="+", default=list(known), choices=list(known))
     parser.add_argument("--output", type=Path, help="where the record goes, .json")
     args = parser.parse_args()
     rows = []
     with torch.no_grad():
-        for case in (sizes, *(lambda name=name: prompts(name) for name in PROMPTS)):
-            rows.append(case())
+        for case in args.cases:
+            rows.append(known[case]())
             print(json.dumps(rows[-1]), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
