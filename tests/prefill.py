@@ -385,6 +385,24 @@ def test_wrong_targets(machine: Machine) -> None:
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(dit_graph.ConfigError, match="linear_attention layers"):  # row 50
         dit_graph.enable(model, mode="prefill", device=machine.device)
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(dit_graph.ConfigError, match="takes one mask for all"):
+        dit_graph.enable(model, mode="prefill", device=machine.device)
+
+    bert = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES)).to(machine.on)
+    with pytest.raises(
+        dit_graph.ConfigError, match="not causal|no transformer body|way of its own"
+    ):
+        dit_graph.enable(bert, mode="prefill", device=machine.device)
+
+
+def test_layer_types_of_a_model_with_one_mask(machine: Machine) -> None:
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    model.config.layer_types = twin.config.layer_types = ["full_attention"] * 2
+    for n in (5, 6, 7, 8):
+        tokens = ids(machine, n, 1, n)
+        assert near(model(tokens).logits, twin(tokens).logits)
+    assert handle.stats()["replays"] == 2
 
 
 def test_disable_leaves_nothing(machine: Machine) -> None:

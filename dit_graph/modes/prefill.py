@@ -56,10 +56,19 @@ def unsupported(body: Any) -> str:
         return f"it has {', '.join(sorted(others))} layers, whose state padded tokens would move"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
+    if len(set(getattr(config, "layer_types", None) or ())) > 1 and not takes_masks_by_layer(body):
+        return "its layers differ, and its forward takes one mask for all"
+    if any(getattr(module, "is_causal", True) is False for module in body.modules()):
+        return "its attention is not causal"
     makers = inspect.unwrap(type(body).forward).__globals__
     if not any(name in makers for name in _MASK_MAKERS):
         return "it makes its attention mask in a way of its own"
     return ""
+
+
+def takes_masks_by_layer(body: Any) -> bool:
+    """Whether the forward looks for a dict of masks, as `generate` hands to some models."""
+    return "dict" in inspect.unwrap(type(body).forward).__code__.co_names
 
 
 class Prefill:
@@ -177,6 +186,8 @@ class Prefill:
                 position_ids=positions,
                 **{name: cache},
             )
+        if isinstance(mask, dict) and not takes_masks_by_layer(self._body):
+            (mask,) = mask.values()
         return mask if isinstance(mask, dict) else {"": mask}
 
     # ---- what is recorded
