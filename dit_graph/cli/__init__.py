@@ -1,1 +1,2 @@
-"""The command lines: `explain`, and the parts of `generate`: options, model, files."""
+"""The command lines: `explain`, and the parts of `generate` (options, model, files) and `prefill`
+(prefill, lm, tokens)."""

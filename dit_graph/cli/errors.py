@@ -31,6 +31,16 @@ def told(doing: str) -> Iterator[None]:
         raise UsageError(f"{doing}: {type(error).__name__}: {one_line(error)}") from error
 
 
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Turn any failure to load into one line: what is broken or missing fails in many ways."""
+    try:
+        yield
+    except Exception as error:
+        log.debug("%s", what, exc_info=True)
+        raise UsageError(f"{what}: {one_line(error)}") from error
+
+
 def exit_code(command: str, run: Callable[[], None]) -> int:
     """Run a command line: 0, 2 after an error that was told in one line, 130 when interrupted."""
     try:

@@ -5,10 +5,8 @@ What can be said from a pipeline's class or folder is said before anything is lo
 
 import inspect
 import json
-import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,11 @@ import diffusers
 from diffusers import DiffusionPipeline
 
 from dit_graph import embedded
-from dit_graph.cli.errors import UsageError, one_line
+from dit_graph.cli.errors import UsageError, loading, one_line
 from dit_graph.cli.options import Options
 from dit_graph.cli.parser import Size
 from dit_graph.embedded.concepts import ConceptIndex
 from dit_graph.embedded.pipeline import EmojiPipeline, check_size
-
-log = logging.getLogger("dit_graph")
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -34,7 +30,7 @@ def check(options: Options) -> None:
         UsageError: there is no such model or LoRA, or its pipeline cannot do what is asked.
     """
     for lora in options.loras:
-        if not Path(lora).expanduser().exists() and not _is_hub_id(lora):
+        if not Path(lora).expanduser().exists() and not is_hub_id(lora):
             raise UsageError(f"--lora {lora}: no such file or folder; give the path of a LoRA")
     folder = _folder(options)
     name = _class_name(folder, options) if folder is not None else ""
@@ -46,7 +42,8 @@ def check(options: Options) -> None:
         arguments(cls, options)
 
 
-def _is_hub_id(text: str) -> bool:
+def is_hub_id(text: str) -> bool:
+    """Whether this can be OWNER/NAME on the hub and is no file's name."""
     return bool(_HUB_ID.fullmatch(text)) and not text.endswith((".safetensors", ".bin", ".ckpt"))
 
 
@@ -58,7 +55,7 @@ def _folder(options: Options) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if path.exists() or not _is_hub_id(model):
+    if path.exists() or not is_hub_id(model):
         raise UsageError(
             f"{options.spelling['model']} {model}: no such folder; give the folder of a saved "
             "diffusers pipeline, or a hub id OWNER/NAME"
@@ -162,13 +159,13 @@ def load(options: Options) -> Any:
         UsageError: it cannot be loaded.
     """
     name = options.model or "the embedded model"
-    with _told(f"cannot load {name}"):
+    with loading(f"cannot load {name}"):
         pipe = _load(options)
     arguments(type(pipe), options)  # now that the class is known for certain
     _load_loras(pipe, options.loras)
     pipe.set_progress_bar_config(disable=True)
     if options.device == "cuda":
-        with _told(f"cannot move {name} to the GPU"):
+        with loading(f"cannot move {name} to the GPU"):
             pipe.to("cuda")
     return pipe
 
@@ -190,17 +187,7 @@ def _load_loras(pipe: Any, loras: Sequence[str]) -> None:
     names = [f"lora{number}" for number in range(len(loras))]
     for name, lora in zip(names, loras):
         path = Path(lora).expanduser()
-        with _told(f"--lora {lora}: cannot be loaded"):
+        with loading(f"--lora {lora}: cannot be loaded"):
             load_into(str(path) if path.exists() else lora, adapter_name=name)
     if len(names) > 1:  # otherwise only the last one is active
         owner.set_adapters(names)
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn any failure to load into one line: what is broken or missing fails in many ways."""
-    try:
-        yield
-    except Exception as error:
-        log.debug("%s", what, exc_info=True)
-        raise UsageError(f"{what}: {one_line(error)}") from error

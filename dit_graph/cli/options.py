@@ -78,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     device = device_or(given.device, "cpu")
     dtype = given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     return Options(
-        prompts=_prompts(given),
+        prompts=prompts(given, "say what to draw", "generate fox"),
         negative_prompt=plain(given.negative_prompt, "--negative-prompt"),
         sizes=_chosen_sizes(given),
         steps=given.steps,
@@ -105,17 +105,18 @@ def device_or(name: str | None, otherwise: str) -> str:
     return name or ("cuda" if torch.cuda.is_available() else otherwise)
 
 
-def _prompts(given: argparse.Namespace) -> tuple[str, ...]:
-    prompts = [*given.positional, *given.prompt]
+def prompts(given: argparse.Namespace, wanted: str, example: str) -> tuple[str, ...]:
+    """The prompts of all options; errors ask for what is `wanted` and give an `example`."""
+    found = [*given.positional, *given.prompt]
     if given.prompt_file is not None:
-        prompts += _lines(given.prompt_file.expanduser())
-    if not prompts:
-        raise UsageError("no prompt; say what to draw, for example: generate fox")
-    for number, prompt in enumerate(prompts, 1):
+        found += _lines(given.prompt_file.expanduser())
+    if not found:
+        raise UsageError(f"no prompt; {wanted}, for example: {example}")
+    for number, prompt in enumerate(found, 1):
         if not prompt.strip():
-            raise UsageError(f"prompt {number} is empty ({prompt!r}); say what to draw")
+            raise UsageError(f"prompt {number} is empty ({prompt!r}); {wanted}")
         plain(prompt, f"prompt {number}")
-    return tuple(prompts)
+    return tuple(found)
 
 
 def _lines(path: Path) -> list[str]:

