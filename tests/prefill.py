@@ -391,7 +391,7 @@ def test_wrong_targets(machine: Machine) -> None:
 
     bert = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES)).to(machine.on)
     with pytest.raises(
-        dit_graph.ConfigError, match="not causal|no transformer body|way of its own"
+        dit_graph.ConfigError, match=r"not causal|no transformer body|way of its own"
     ):
         dit_graph.enable(bert, mode="prefill", device=machine.device)
 
