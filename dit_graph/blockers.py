@@ -1,5 +1,7 @@
 """What keeps a module from being replayed as it stands."""
 
+from typing import Any
+
 import torch
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.batchnorm import _NormBase
@@ -17,7 +19,7 @@ def blocker(module: torch.nn.Module, device: torch.device) -> str | None:
     """Why this module cannot be replayed as it stands now, or None."""
     for path, child in module.named_modules():
         at = f" on {path}" if path else ""
-        if path and (child._forward_hooks or child._forward_pre_hooks):
+        if path and (any(map(_acts, child._forward_hooks.values())) or child._forward_pre_hooks):
             return f"a forward hook{at} would not run"
         if isinstance(child, _NormBase) and child.training and child.track_running_stats:
             return f"batch norm in training mode: {path or type(child).__name__}"
@@ -32,6 +34,11 @@ def blocker(module: torch.nn.Module, device: torch.device) -> str | None:
                 return f"offload hooks present: {name}{at}"
     devices = {p.device for p in module.parameters()} - {device}
     return f"parameters are on {devices.pop()}, the graphs on {device}" if devices else None
+
+
+def _acts(hook: Any) -> bool:
+    """transformers' own hooks only note hidden states, which are then results of the call."""
+    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
 
 
 def _hook_is_outside(module: torch.nn.Module) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicCache
 
@@ -21,17 +22,18 @@ from dit_graph.modes import live
 from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
 from dit_graph.opaque import put_in_place
 
+_ALL = "output_hidden_states"
 DECODE = "a decode step: one token"
 _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values",
-    "use_cache",
+    "use_cache", _ALL,
 }  # fmt: skip
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MASK_MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 
 def bodies(target: Any) -> dict[str, torch.nn.Module]:
-    """The transformer body of a causal LM, by its attribute's name.
+    """The transformer body of a causal LM by its attribute's name, or a body itself.
 
     Raises:
         ConfigError: the target is no causal LM, or its body is none that prefill can pad.
@@ -40,9 +42,7 @@ def bodies(target: Any) -> dict[str, torch.nn.Module]:
         raise ConfigError(
             f'mode="prefill" takes a transformers causal LM, got {type(target).__name__}'
         )
-    body = target.get_decoder()
-    if body is None or body is target:
-        raise ConfigError(f"{type(target).__name__} has no transformer body apart from its head")
+    body = target.get_decoder() or target
     if reason := unsupported(body):
         raise ConfigError(f"{type(body).__name__} cannot be padded: {reason}")
     name = next((n for n, m in target.named_modules() if m is body), type(body).__name__)
@@ -122,19 +122,22 @@ class Prefill:
         if self._in_graph:
             stand_ins = [padded_mask(m, call.tokens, length, tokens) for m in live_masks]
         name = "input_ids" if "input_ids" in given else "inputs_embeds"
+        every_layer = {_ALL: True} if given.get(_ALL) else {}
         with live.live(call):
-            hidden, *kept_states = self.runner(
+            padded_out = self.runner(
                 **{name: padded(tokens, 1, length)},
                 position_ids=padded(positions, positions.dim() - 1, length),
                 attention_mask=stand_ins,
                 kinds=tuple(masks),
                 cache=None if cache is None else CacheStandIn(),
+                **every_layer,
             )
-        for layer, (keys, values) in enumerate(zip(kept_states[::2], kept_states[1::2])):
-            cache.update(keys[:, :, : call.tokens], values[:, :, : call.tokens], layer)
+        for layer, states in padded_out.pop("states").items():
+            cache.update(*(t[:, :, : call.tokens] for t in states), layer)
+        out = pytree.tree_map_only(torch.Tensor, lambda t: t[:, : call.tokens], padded_out)
         assert self._out is not None
         kept = {self._cache_name: cache} if use_cache else {}
-        return self._out(last_hidden_state=hidden[:, : call.tokens], **kept)
+        return self._out(**out, **kept)
 
     def _length(self, given: dict[str, Any], tokens: Any) -> tuple[int, str]:
         """The bucket of a call, or why it stays eager."""
@@ -199,22 +202,22 @@ class Prefill:
         kinds: tuple[str, ...],
         cache: Any,
         **tokens: Any,
-    ) -> list[torch.Tensor]:
-        """The body on padded tokens (batch, bucket): its last hidden states, and where attention is
-        in the graph each layer's keys and values, all padded."""
+    ) -> dict[str, Any]:
+        """The body on padded tokens (batch, bucket): its hidden states, and under `states` each
+        layer's keys and values where attention is in the graph, all padded."""
         mask: Any = attention_mask[0] if kinds == ("",) else dict(zip(kinds, attention_mask))
         with self._prepared():
             given = {self._cache_name: cache, "use_cache": cache is not None}
             out = self._original(attention_mask=mask, **tokens, **given)
         self._out = type(out)
-        extra = [n for n, v in out.items() if v is not None and not isinstance(v, CacheStandIn)]
-        if extra != ["last_hidden_state"]:
+        found = {n: v for n, v in out.items() if v is not None and not isinstance(v, CacheStandIn)}
+        if extra := set(found) - {"last_hidden_state", "hidden_states"}:
             raise CaptureError(f"the body gives more than hidden states: {', '.join(extra)}")
         call = live.current()
-        states = [t for _, pair in sorted(call.kept.items()) for t in pair] if call.in_graph else []
+        states = dict(call.kept) if call.in_graph else {}
         if call.in_graph:
             call.kept.clear()
-        return [out.last_hidden_state, *states]
+        return {**found, "states": states}
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
