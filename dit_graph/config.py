@@ -26,6 +26,9 @@ class GraphConfig:
         buckets: of prefill: the token counts that are recorded, rising; by default 4 to 32 by 4, 48
             to 256 by 16 and so on, up to `max_tokens`.
         max_tokens: the largest default bucket.
+        text_encoders: record a pipeline's text encoders too: LLMs with tokens padded to buckets,
+            where results differ from eager's in the last bits if a token count is no bucket, others
+            at exact shapes.
         backend: `"breakable"` (segments with eager breaks, the default), `"full"` (one graph or
             nothing), `"debug"` (the whole call is one eager break: same buffers and replay path, no
             graph) or `"eager"` (never record).
@@ -66,6 +69,7 @@ class GraphConfig:
     mode: Mode = "denoise"
     buckets: tuple[int, ...] | None = None
     max_tokens: int = 2048
+    text_encoders: bool = False
     backend: Backend = "breakable"
     device: DeviceName = "auto"
     on_new_shape: OnNewShape = "capture"
@@ -96,8 +100,9 @@ class GraphConfig:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
             if all(isinstance(k, str) for k in known) and known and value not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
-        if type(self.strict) is not bool:
-            raise ConfigError(f"strict must be True or False, got {self.strict!r}")
+        for name in ("strict", "text_encoders"):
+            if type(value := getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be True or False, got {value!r}")
         gain = self.min_gain
         if type(gain) not in (int, float) or not 0 <= gain < 1:
             raise ConfigError(f"min_gain must be a share from 0 to below 1, got {gain!r}")

@@ -31,6 +31,7 @@ class Handle:
         self._disabled = False
         self._said: set[str] = set()
         self.installs: dict[str, Install] = {}
+        self.components: dict[str, Any] = {}  # of the pipeline; an install may lie inside of one
         self.pictures = Pictures(target, self._check)
 
     def pool_on(self, device: torch.device) -> Pool:
@@ -141,6 +142,10 @@ class Handle:
     def __exit__(self, *error: object) -> None:
         self.disable()
 
+    def covers(self, modules: dict[str, Any]) -> bool:
+        """Whether these are the modules that are graphed, by name."""
+        return {name: install.module for name, install in self.installs.items()} == modules
+
     def is_of(self, target: Any) -> bool:
         """An id comes again once its object is gone, and a shared module keeps the handle."""
         return self._target() is target
@@ -169,9 +174,9 @@ class Handle:
         if target is None or isinstance(target, torch.nn.Module):
             return []
         found = []
-        for name, install in self.installs.items():
+        for name in self.installs:
             now = getattr(target, name, None)
-            if now is not install.module:
+            if now is not self.components[name]:
                 by = f" by {type(now).__name__}"
                 found.append(f"not installed: {name} was replaced{by} after enable; enable again")
         return found
@@ -187,7 +192,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
 
     Args:
         pipe_or_module: a diffusers pipeline (its `transformer*`, `unet*` and `controlnet*` models
-            are graphed) or any `torch.nn.Module`.
+            are graphed), any `torch.nn.Module`, or with `mode="prefill"` a transformers causal LM.
         config: a GraphConfig, or its fields as `options`.
 
     Returns:
@@ -202,26 +207,27 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
     """
     chosen = GraphConfig.of(config, options)
     known = _handle_of(pipe_or_module)
-    modules = parts(pipe_or_module, chosen.mode)
-    for name, module in modules.items():
+    modules = parts(pipe_or_module, chosen)
+    for name, (module, wanted) in modules.items():
         install = _installs.get(id(module))
-        if install is not None and install.config != chosen:
+        if install is not None and install.config != wanted:
             raise AlreadyEnabled(
                 f"{name} is already graphed with {install.config}; disable it first"
             )
-    if known is not None and all(known.installs[n].module is m for n, m in modules.items()):
+    if known is not None and known.covers({name: module for name, (module, _) in modules.items()}):
         return known
     if known is not None:
         known.disable()
     handle = Handle(pipe_or_module, chosen)
     try:
-        for name, module in modules.items():
+        for name, (module, wanted) in modules.items():
             install = _installs.get(id(module))
             if install is None:
-                _installs[id(module)] = install = Install(name, module, handle)
+                _installs[id(module)] = install = Install(name, module, handle, wanted)
             else:
                 install.handles.append(handle)
             handle.installs[name] = install
+            handle.components[name] = getattr(pipe_or_module, name, module)
     except Exception:
         handle.disable()
         raise

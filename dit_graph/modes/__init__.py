@@ -1,16 +1,46 @@
 """What a kind of workload brings to the one Runner, as data and small helpers."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from diffusers import DiffusionPipeline
 
+from dit_graph.config import GraphConfig
+from dit_graph.errors import ConfigError
 from dit_graph.modes.denoise import denoisers
 
+Parts = dict[str, tuple[torch.nn.Module, GraphConfig]]
 
-def parts(target: Any, mode: str) -> dict[str, torch.nn.Module]:
-    """The modules of a target that are graphed, by name. Raises ConfigError when there are none."""
-    if mode == "denoise":
-        return denoisers(target)
-    from dit_graph.modes.prefill import bodies  # transformers is slow to import
 
-    return bodies(target)
+def parts(target: Any, config: GraphConfig) -> Parts:
+    """The modules of a target that are graphed and how, by name.
+
+    Raises:
+        ConfigError: there are none, or the config asks for what the target has not.
+    """
+    if config.mode == "prefill":
+        from dit_graph.modes.prefill import bodies  # transformers is slow to import
+
+        return {name: (module, config) for name, module in bodies(target).items()}
+    found = {name: (module, config) for name, module in denoisers(target).items()}
+    return found | text_encoders(target, config) if config.text_encoders else found
+
+
+def text_encoders(target: Any, config: GraphConfig) -> Parts:
+    """A pipeline's text encoders: LLMs with padded tokens, others at exact shapes."""
+    from dit_graph.modes.prefill import bodies
+
+    if not isinstance(target, DiffusionPipeline):
+        raise ConfigError(f"text_encoders=True needs a pipeline, got {type(target).__name__}")
+    components: dict[str, Any] = cast(Any, target).components
+    found: Parts = {}
+    for name, encoder in components.items():
+        if not name.startswith("text_encoder") or not isinstance(encoder, torch.nn.Module):
+            continue
+        try:
+            (body,) = bodies(encoder).values()
+            found[name] = body, replace(config, mode="prefill", text_encoders=False)
+        except ConfigError:  # no LLM: pipelines pad its tokens themselves
+            found[name] = encoder, replace(config, text_encoders=False)
+    return found
