@@ -88,6 +88,8 @@ class GraphConfig:
         if isinstance(self.breaks, str) or not all(isinstance(p, str) for p in self.breaks):
             raise ConfigError(f"breaks must be a sequence of patterns, got {self.breaks!r}")
         object.__setattr__(self, "breaks", tuple(self.breaks))
+        if self.backend == "full" and self.breaks:
+            raise ConfigError(f'backend="full" is one graph and has no breaks, got {self.breaks!r}')
         if self.buckets is not None and self.mode != "prefill":
             raise ConfigError(
                 'buckets belong to mode="prefill"; a size is never padded in denoising'
@@ -109,6 +111,11 @@ class GraphConfig:
         if self.extra_key is not None and not callable(self.extra_key):
             raise ConfigError(f"extra_key must be a function or None, got {self.extra_key!r}")
         self.budget_on(1)
+
+    def against(self, other: "GraphConfig") -> str:
+        """The fields in which this config differs, for example `backend='full', not 'debug'`."""
+        names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        return "; ".join(f"{n}={getattr(self, n)!r}, not {getattr(other, n)!r}" for n in names)
 
     def budget_on(self, total: int) -> int | None:
         """`memory_budget` in bytes on a device of `total` bytes; None for no limit."""

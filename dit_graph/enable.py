@@ -212,7 +212,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
         install = _installs.get(id(module))
         if install is not None and install.config != wanted:
             raise AlreadyEnabled(
-                f"{name} is already graphed with {install.config}; disable it first"
+                f"{name} is already graphed with {install.config.against(wanted)}; disable it first"
             )
     if known is not None and known.covers({name: module for name, (module, _) in modules.items()}):
         return known

@@ -33,6 +33,7 @@ class Entry:
     blocked: str = ""
     warm: bool = False
     attempts: int = 0
+    made_room: int = 0  # times that its recordings were pushed out by others
     threads: int = 0  # that came to record and had to warm up first
     paused: int = 0  # calls that are still eager for `pause_reason`
     pause_reason: str = ""

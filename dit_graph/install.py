@@ -52,6 +52,7 @@ class Install:
         self._answer: Callable[..., Any] = self._original
         self.eager: Counter[str] = Counter()  # calls that never reached a runner
         self.notes: list[str] = []
+        self.removed = False
         self._said: set[str] = set()
         self._pool = handle
         self._signature = Signature(module.forward)
@@ -153,6 +154,7 @@ class Install:
         return self._slot.leads_here()
 
     def remove(self) -> None:
+        self.removed = True
         self._slot.remove()
         if self.runner is not None:
             self.runner.close()

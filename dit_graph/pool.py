@@ -1,5 +1,6 @@
 """Graph memory in generations. A generation frees as a whole, so its entries retire together."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,6 +9,8 @@ from typing import Any
 from dit_graph.devices.base import Device
 from dit_graph.entry import Entry
 from dit_graph.tape import Tape
+
+log = logging.getLogger("dit_graph")
 
 
 class Generation:
@@ -53,6 +56,7 @@ class Pool:
         self._clock = 0
         self._mark: Any = None
         self.busy = False
+        self._said = False
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -97,6 +101,14 @@ class Pool:
         return sorted(self._generations, key=lambda generation: generation.last_used)
 
     def _push_out(self, generation: Generation) -> None:
+        pushed = {id(entry): entry for entry, tape in generation.held if tape in entry.tapes}
+        for entry in pushed.values():
+            entry.made_room += 1
+        if pushed and not self._said:
+            self._said = True
+            log.warning(
+                "dit_graph: recordings make room for others: memory_budget or max_graphs is full"
+            )
         self.retire(generation)
         self.crowded = True
 

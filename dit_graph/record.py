@@ -35,6 +35,7 @@ class Recording:
         self._fallback = fallback
         self._backend = backend_named(on.config.backend)
         self._thread = threading.local()
+        self.unmatched: set[str] = set()  # patterns of the config that were no break
 
     def cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         entry.cold += 1
@@ -177,4 +178,5 @@ class Recording:
     def _say_unmatched(self, matched: set[str]) -> None:
         for pattern in set(self._on.config.breaks) - matched - self._fallback.said:
             self._fallback.said.add(pattern)
+            self.unmatched.add(f"breaks pattern {pattern!r} matches nothing")
             log.warning("dit_graph: %s: breaks pattern %r matches nothing", self._on.name, pattern)

@@ -40,11 +40,15 @@ def render(installs: Iterable[Any], notes: list[str]) -> str:
 
 def notes_of(install: Any) -> Iterator[str]:
     """What stands between a module and its recordings, or stood there once."""
-    if not install.installed:
+    if install.removed:
+        yield "disabled"
+    elif not install.installed:
         yield "not installed: another hook took the slot away"
     if install.compiled_over:
         yield install.compiled_over
     yield from install.notes
+    if install.runner is not None:
+        yield from sorted(install.runner.unmatched)
 
 
 def _install(install: Any) -> Iterator[str]:
@@ -70,6 +74,8 @@ def _entry(entry: Entry) -> Iterator[str]:
         f" replays {entry.replays}, variants {len(entry.tapes)},"
         f" inputs {entry.static.bytes if entry.static else 0} bytes"
     )
+    if entry.made_room:
+        yield f"    made room for other recordings {entry.made_room} times"
     if entry.differs:
         yield f"    differs from the nearest recorded: {entry.differs}"
     if entry.verdict:
@@ -80,7 +86,7 @@ def _entry(entry: Entry) -> Iterator[str]:
         found: Counter[str] = Counter()
         for step in tape.breaks():
             found[f"{step.reason} at {step.where}"] += 1
-        breaks, guards = sum(found.values()), len(tape.guards)
+        breaks, guards = sum(found.values()), tape.compared_values
         yield f"    variant {i}: segments {tape.segments}, breaks {breaks}, guards {guards}"
         for text, count in found.items():
             yield f"      break{f' x{count}' if count > 1 else ''}: {text}"

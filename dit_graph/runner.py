@@ -37,7 +37,7 @@ class Runner:
         self._varying = VaryingValues()
         self._recent = RecentCalls()
         self._fallback = Fallback(on)
-        recording = Recording(on, self._fallback)
+        self._recording = recording = Recording(on, self._fallback)
         self._actions: dict[str, Callable[..., Any]] = {
             "cold": recording.cold,
             "capture": recording.capture,
@@ -53,6 +53,10 @@ class Runner:
     @property
     def entries(self) -> Entries:
         return self.on.entries
+
+    @property
+    def unmatched(self) -> set[str]:
+        return self._recording.unmatched
 
     @property
     def refused(self) -> Counter[str]:

@@ -36,6 +36,7 @@ class Break:
     where: str
     marked: bool = False
     in_place: set[int] = field(default_factory=set)  # results that are no new tensors
+    guarded: bool = False  # it hands a value or a shape to Python, compared at replay
     module: str | None = None  # path of the submodule that ran; "" is the module itself
 
     def __call__(self) -> None:
@@ -137,6 +138,11 @@ class Tape:
 
     def breaks(self) -> Iterator[Break]:
         return (step for step in self.steps if isinstance(step, Break))
+
+    @property
+    def compared_values(self) -> int:
+        """Guards, and breaks that hand something to Python."""
+        return len(self.guards) + sum(step.guarded for step in self.breaks())
 
     @property
     def segments(self) -> int:

@@ -454,6 +454,32 @@ def test_long_runs_of_one_size_never_thrash(machine: Machine) -> None:
     assert pair.stats["eager"] == {} and pair.replays == 240
 
 
+def test_what_made_room_is_said(machine: Machine, caplog: Any) -> None:
+    pair = machine.pair(Module(plain), max_graphs=2)
+    for n in (1, 2, 3, 1):
+        for i in range(5):
+            pair(rows(i, n).to(machine.on))
+    assert "made room for other recordings 1 times" in pair.handle.report()
+    assert caplog.text.count("recordings make room for others") == 1
+
+
+def test_the_report_says_what_was_disabled_and_what_matched_nothing(machine: Machine) -> None:
+    pair = machine.pair(Module(plain), breaks=("*.attn",))
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    assert "breaks pattern '*.attn' matches nothing" in pair.handle.report()
+    pair.handle.disable()
+    report = pair.handle.report()
+    assert "! disabled" in report and "another hook" not in report
+
+
+def test_the_report_counts_what_breaks_compare(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x)[x.sum(1) > -1e9]))
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    assert "breaks 1, guards 1" in pair.handle.report()
+
+
 def test_a_change_ends_the_thrashing(machine: Machine) -> None:
     pair = machine.pair(Module(plain), max_graphs=4)
     for i in range(300):

@@ -40,6 +40,7 @@ BIND = Signature(forward).bind
         ({"breaks": "*.attn"}, "breaks must be a sequence of patterns"),
         ({"sizes": []}, "unknown option sizes; known: mode, buckets"),
         ({"buckets": []}, 'buckets belong to mode="prefill"'),
+        ({"backend": "full", "breaks": ("*.attn",)}, 'backend="full" is one graph'),
         ({"mode": "decode"}, "mode must be one of denoise, prefill"),
         ({"min_gain": 1}, "min_gain must be a share"),
         ({"strict": 1}, "strict must be True or False"),
