@@ -266,6 +266,102 @@ def test_every_attention_implementation(machine: Machine, attention: str) -> Non
     assert model.config._attn_implementation == attention
 
 
+# ---- what cannot be padded
+
+
+def unlike(machine: Machine, kind: str, calls: list[dict[str, Any]], **config: Any) -> str:
+    """A model that is not padded: equal to its twin in every call; the reason that is counted."""
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}Config")(**config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(made).to(machine.on).eval()
+    model.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    options = PLAIN | {"buckets": (8, 16)}
+    handle = dit_graph.enable(model, mode="prefill", device=machine.device, **options)
+    for call in calls:
+        out, expected = model(**call), twin(**call)
+        assert torch.equal(out.logits, expected.logits)
+        mine, its = out.past_key_values, expected.past_key_values
+        if its is not None:
+            assert mine.get_seq_length() == its.get_seq_length()
+            for a, b in zip(mine.layers, its.layers):
+                assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+    stats = handle.stats()
+    assert stats["replays"] == 0 and stats["captures"] == 0
+    return " ".join(stats["eager"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("DiffLlama", SIZES | HEAD),  # what is cached is not what attention gets
+        ("GptOss", SIZES | HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_a_body_that_padding_would_change_is_never_padded(
+    machine: Machine, kind: str, config: dict[str, Any]
+) -> None:
+    """The plain forward answers the first call of a kind, and the padded one must come near it."""
+    calls = [{"input_ids": ids(machine, n, 1, n)} for n in (7, 7, 7, 8, 12)]
+    reason = unlike(machine, kind, calls, **config)
+    assert "of the plain forward" in reason or "it cannot be padded" in reason, reason
+
+
+def test_positions_that_come_from_the_mask(machine: Machine) -> None:
+    mask = torch.tensor([[1] * 7, [0, 0, 0, 1, 1, 1, 1]], device=machine.on)
+    call = {"input_ids": ids(machine, 0, 2, 7), "attention_mask": mask, "use_cache": False}
+    config = {
+        "vocab_size": 128, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "word_embed_proj_dim": 32, "max_position_embeddings": 64,
+    }  # fmt: skip
+    assert "positions from the mask" in unlike(machine, "OPT", [call] * 3, **config)
+
+
+@pytest.mark.parametrize(
+    ("argument", "config"),
+    [
+        ({"is_causal": False}, {}),
+        ({}, {"output_attentions": True, "attn_implementation": "eager"}),
+        ({}, {"output_hidden_states": True}),
+    ],
+)
+def test_arguments_and_settings_that_prefill_does_not_know(
+    machine: Machine, argument: dict[str, Any], config: dict[str, Any]
+) -> None:
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    for m in (model, twin):
+        if "attn_implementation" in config:
+            m.set_attn_implementation("eager")
+        for name in set(config) - {"attn_implementation"}:
+            setattr(m.config, name, True)
+    for n in range(3):
+        out, expected = (m.model(ids(machine, n, 1, 7), **argument) for m in (model, twin))
+        assert torch.equal(out.last_hidden_state, expected.last_hidden_state)
+        assert out.keys() == expected.keys()
+    assert handle.stats()["replays"] == 0 and eager_reason(handle)
+
+
+def test_models_that_share_a_config_in_threads(machine: Machine) -> None:
+    made = transformers.LlamaConfig(**SIZES | HEAD)
+    models = [transformers.LlamaForCausalLM(made).to(machine.on).eval() for _ in range(4)]
+    twins = copy.deepcopy(models)
+    for m in (*models, *twins):
+        m.requires_grad_(False)
+    options = PLAIN | {"buckets": BUCKETS}
+    for m in models:
+        dit_graph.enable(m, mode="prefill", device=machine.device, **options)
+
+    def work(i: int) -> None:
+        with torch.no_grad():
+            for n in range(2, 17):
+                tokens = ids(machine, 100 * i + n, 1, n)
+                assert near(models[i](tokens).logits, twins[i](tokens).logits), (i, n)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert made._attn_implementation == "sdpa"
+
+
 # ---- eager, by name
 
 

@@ -194,25 +194,32 @@ def _mask(*args: Any, config: Any, **kwargs: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[name_of(config)](*args, config=config, **kwargs)
 
 
-_standing_in: dict[int, str] = {}  # the id of a config to the attention that ours stands in for
+_standing_in: dict[int, list[Any]] = {}  # by a config's id: what ours stands in for, how often
+_lock = threading.Lock()
 
 
 def name_of(config: Any) -> str:
     """The attention that a config names, whether or not a recording has it now."""
-    return str(_standing_in.get(id(config), config._attn_implementation))
+    with _lock:
+        found = _standing_in.get(id(config))
+        return str(found[0] if found else config._attn_implementation)
 
 
 @contextmanager
 def standing_in(config: Any) -> Iterator[None]:
     """Have a model go through `attention`; calls of other threads find what they would."""
-    before = config._attn_implementation
-    _standing_in[id(config)] = before
-    config._attn_implementation = NAME
+    with _lock:  # models may share a config
+        found = _standing_in.setdefault(id(config), [config._attn_implementation, 0])
+        found[1] += 1
+        config._attn_implementation = NAME
     try:
         yield
     finally:
-        config._attn_implementation = before
-        del _standing_in[id(config)]
+        with _lock:
+            found[1] -= 1
+            if not found[1]:
+                del _standing_in[id(config)]
+                config._attn_implementation = found[0]
 
 
 AttentionInterface.register(NAME, attention)

@@ -4,8 +4,11 @@ The caller's call, its mask and its cache stay whole: they are what the breaks i
 (`live.py`). The LM head, logits processing and sampling are outside.
 """
 
+import copy
 import functools
 import inspect
+import logging
+import threading
 import types
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +20,12 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicCache
 
 from dit_graph.buckets import Buckets
-from dit_graph.errors import CaptureError, ConfigError
+from dit_graph.errors import CaptureError, ConfigError, DeviceFailed
 from dit_graph.modes import live
 from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
 from dit_graph.opaque import put_in_place
 
+log = logging.getLogger("dit_graph")
 _ALL = "output_hidden_states"
 DECODE = "a decode step: one token"
 _KNOWN = {
@@ -29,6 +33,7 @@ _KNOWN = {
     "use_cache", _ALL,
 }  # fmt: skip
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_PLAIN = {("output_attentions", False), ("output_router_logits", False), ("return_dict", True)}
 _MASK_MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 
@@ -39,10 +44,14 @@ def bodies(target: Any) -> dict[str, torch.nn.Module]:
         ConfigError: the target is no causal LM, or its body is none that prefill can pad.
     """
     if not isinstance(target, PreTrainedModel) or not hasattr(target, "get_decoder"):
+        base = "; give its get_base_model()" if hasattr(target, "get_base_model") else ""
         raise ConfigError(
-            f'mode="prefill" takes a transformers causal LM, got {type(target).__name__}'
+            f'mode="prefill" takes a transformers causal LM, got {type(target).__name__}{base}'
         )
-    body = target.get_decoder() or target
+    body: Any = target.get_decoder()
+    body = target if body is None else body
+    if not isinstance(body, PreTrainedModel):
+        raise ConfigError(f"{type(target).__name__} has no transformer body that stands alone")
     if reason := unsupported(body):
         raise ConfigError(f"{type(body).__name__} cannot be padded: {reason}")
     name = next((n for n, m in target.named_modules() if m is body), type(body).__name__)
@@ -68,7 +77,44 @@ def unsupported(body: Any) -> str:
 
 def takes_masks_by_layer(body: Any) -> bool:
     """Whether the forward looks for a dict of masks, as `generate` hands to some models."""
-    return "dict" in inspect.unwrap(type(body).forward).__code__.co_names
+    return "dict" in _names_in(body)
+
+
+def _names_in(body: Any) -> tuple[str, ...]:
+    names: tuple[str, ...] = inspect.unwrap(type(body).forward).__code__.co_names
+    return names
+
+
+def _of_text(positions: torch.Tensor) -> torch.Tensor | None:
+    """What a mask is made with: of several rows of positions the text's, where there is one."""
+    if positions.dim() == 2:
+        return positions
+    return positions[0] if positions.shape[0] == 4 else None
+
+
+def _cache_of(out: Any) -> Any:
+    return out.get("cache") if out.get("cache") is not None else out.get("past_key_values")
+
+
+def _apart(
+    found: torch.Tensor, wanted: torch.Tensor, given: dict[str, Any], mine: Any, its: Any
+) -> str:
+    """How far a padded call is from the plain one, where that is too far; its cache included."""
+    pairs = [("hidden states", found, wanted)]
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        rows = mask[:, -found.shape[1] :].bool()
+        pairs = [("hidden states", found[rows], wanted[rows])]
+    elif mine is not None and its is not None:
+        layers = enumerate(zip(mine.layers, its.layers))
+        pairs += [
+            (f"keys of layer {i}", a.keys, b.keys) for i, (a, b) in layers if a.is_initialized
+        ]
+    for what, a, b in pairs:
+        bound = 1e-3 if a.dtype in (torch.float32, torch.float64) else 0.1  # of the largest value
+        if a.shape != b.shape or not bool((a - b).abs().max() <= bound * b.abs().max() + 1e-12):
+            return f"its {what} are not those of the plain forward"
+    return ""
 
 
 class Prefill:
@@ -95,6 +141,9 @@ class Prefill:
         self._signature = inspect.signature(types.MethodType(type(body).forward, body))
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
         self._out: type | None = None
+        self._proven: set[Any] = set()  # kinds of calls that came near the plain forward
+        self._proving = threading.RLock()
+        self._wrong = ""  # why this body is not padded after all
         self.runner: Any = None  # of `padded_forward`
 
     # ---- the call as the caller makes it
@@ -108,14 +157,41 @@ class Prefill:
         if reason:
             plain = functools.partial(self._original, *args, **kwargs)
             return self.runner.refuse(reason, plain, expected=reason == DECODE)
+        if self._wrong:
+            plain = functools.partial(self._original, *args, **kwargs)
+            return self.runner.refuse(self._wrong, plain)
         cache, use_cache = self._cache(given)
         positions = given.get("position_ids")
         if positions is None:
             past = 0 if cache is None else cache.get_seq_length()
             positions = (torch.arange(tokens.shape[1], device=tokens.device) + past).unsqueeze(0)
         masks = self._masks(given, tokens, cache, positions)
-        attention = live.name_of(self._body.config)
-        live_masks = list(masks.values())
+        kind = (
+            length, tokens.shape[0], tokens.dim(), positions.dim(), cache is None,
+            "attention_mask" in given, _ALL in given,
+            tuple((name, mask is None) for name, mask in masks.items()),
+        )  # fmt: skip
+        padded_call = functools.partial(self._padded, given, tokens, positions, masks, length)
+        if kind not in self._proven:
+            with self._proving:
+                plain = functools.partial(self._original, *args, **kwargs)
+                return self._prove(kind, plain, padded_call, given, cache)
+        out = padded_call(cache)
+        assert self._out is not None
+        kept = {self._cache_name: cache} if use_cache else {}
+        return self._out(**out, **kept)
+
+    def _padded(
+        self,
+        given: dict[str, Any],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        masks: dict[str, Any],
+        length: int,
+        cache: Any,
+    ) -> dict[str, Any]:
+        """The hidden states of the live tokens, from a padded call; `cache` is written."""
+        attention, live_masks = live.name_of(self._body.config), list(masks.values())
         call = LiveCall(tokens.shape[1], length, cache, attention, live_masks)
         call.in_graph = self._in_graph
         stand_ins: list[Any] = [mask_of(i, tokens) for i in range(len(masks))]
@@ -124,7 +200,7 @@ class Prefill:
         name = "input_ids" if "input_ids" in given else "inputs_embeds"
         every_layer = {_ALL: True} if given.get(_ALL) else {}
         with live.live(call):
-            padded_out = self.runner(
+            out = self.runner(
                 **{name: padded(tokens, 1, length)},
                 position_ids=padded(positions, positions.dim() - 1, length),
                 attention_mask=stand_ins,
@@ -132,12 +208,44 @@ class Prefill:
                 cache=None if cache is None else CacheStandIn(),
                 **every_layer,
             )
-        for layer, states in padded_out.pop("states").items():
+        for layer, states in out.pop("states").items():
             cache.update(*(t[:, :, : call.tokens] for t in states), layer)
-        out = pytree.tree_map_only(torch.Tensor, lambda t: t[:, : call.tokens], padded_out)
-        assert self._out is not None
-        kept = {self._cache_name: cache} if use_cache else {}
-        return self._out(**out, **kept)
+        found: dict[str, Any] = pytree.tree_map_only(
+            torch.Tensor, lambda t: t[:, : call.tokens], out
+        )
+        return found
+
+    def _prove(
+        self,
+        kind: Any,
+        plain: Callable[[], Any],
+        padded_call: Callable[[Any], dict[str, Any]],
+        given: dict[str, Any],
+        cache: Any,
+    ) -> Any:
+        """The first call of a kind: the plain forward answers, and the padded one, on a copy of the
+        cache, must come near it. Where it does not, or fails, this body is never padded again."""
+        scratch = copy.deepcopy(cache)
+        given_cache = given.get(self._cache_name, given.get("past_key_values"))
+        out = plain()
+        try:
+            found = padded_call(scratch)
+            now = (
+                None
+                if cache is None
+                else (given_cache if given_cache is not None else _cache_of(out))
+            )
+            self._wrong = _apart(
+                found["last_hidden_state"], out.last_hidden_state, given, scratch, now
+            )
+        except Exception as error:
+            if isinstance(error, DeviceFailed):
+                raise
+            self._wrong = f"it cannot be padded: {error!r}"
+        if self._wrong:
+            log.warning("dit_graph: %s is not padded: %s", type(self._body).__name__, self._wrong)
+        self._proven.add(kind)
+        return out
 
     def _length(self, given: dict[str, Any], tokens: Any) -> tuple[int, str]:
         """The bucket of a call, or why it stays eager."""
@@ -145,8 +253,17 @@ class Prefill:
             return 0, "neither input_ids nor inputs_embeds, or both"  # the model's own error
         if self._body.training:
             return 0, "the model is in training mode"
-        if others := [n for n, v in given.items() if n not in _KNOWN and v is not False]:
-            return 0, f"argument {others[0]} is given"
+        unlike = {n: v for n, v in given.items() if n not in _KNOWN and (n, v) not in _PLAIN}
+        if unlike:
+            return 0, f"argument {next(iter(unlike))} is given"
+        config = self._body.config
+        for name in ("output_attentions", "output_router_logits", _ALL):
+            if getattr(config, name, False) and given.get(name) is not False:
+                return 0, f"the config has {name}=True"
+        if getattr(config, "return_dict", True) is False:
+            return 0, "the config has return_dict=False"
+        if "position_ids" not in given and "cumsum" in _names_in(self._body):
+            return 0, "it takes positions from the mask; give position_ids"
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._body.parameters()):
             return 0, "gradients are needed; call it under torch.no_grad()"
         if tokens.shape[1] == 1:
@@ -186,7 +303,7 @@ class Prefill:
                 config=self._body.config,
                 inputs_embeds=like,
                 attention_mask=mask,
-                position_ids=positions,
+                position_ids=_of_text(positions),
                 **{name: cache},
             )
         if isinstance(mask, dict) and not takes_masks_by_layer(self._body):
