@@ -33,8 +33,8 @@ class Replay:
         if turn == "eager":
             entry.eager[TIMED] += 1
             run_eagerly = functools.partial(self._on.original, *args, **kwargs)
-            in_place = functools.partial(self._fallback.with_room, run_eagerly, call.tensors)
-            return self._timed("eager", entry, in_place)
+            timed = functools.partial(self._timed, "eager", entry, run_eagerly)
+            return self._fallback.with_room(timed, call.tensors)
         undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
         compares = any(tape.draws and entry.proof.compares(tape) for tape in entry.tapes)
         seeds = self._on.seeds() if compares else []

@@ -269,14 +269,20 @@ def test_every_attention_implementation(machine: Machine, attention: str) -> Non
 # ---- what cannot be padded
 
 
-def unlike(machine: Machine, kind: str, calls: list[dict[str, Any]], **config: Any) -> str:
+def unlike(
+    machine: Machine,
+    kind: str,
+    calls: list[dict[str, Any]],
+    backend: str = "breakable",
+    **config: Any,
+) -> str:
     """A model that is not padded: equal to its twin in every call; the reason that is counted."""
     torch.manual_seed(0)
     made = getattr(transformers, f"{kind}Config")(**config)
     model = getattr(transformers, f"{kind}ForCausalLM")(made).to(machine.on).eval()
     model.requires_grad_(False)
     twin = copy.deepcopy(model)
-    options = PLAIN | {"buckets": (8, 16)}
+    options = PLAIN | {"buckets": (8, 16), "backend": backend}
     handle = dit_graph.enable(model, mode="prefill", device=machine.device, **options)
     for call in calls:
         out, expected = model(**call), twin(**call)
@@ -305,6 +311,19 @@ def test_a_body_that_padding_would_change_is_never_padded(
     calls = [{"input_ids": ids(machine, n, 1, n)} for n in (7, 7, 7, 8, 12)]
     reason = unlike(machine, kind, calls, **config)
     assert "of the plain forward" in reason or "it cannot be padded" in reason, reason
+
+
+def test_a_cache_that_would_get_other_values(machine: Machine) -> None:
+    """Attention in the graph gets DiffLlama's values after they were cached: they alone differ."""
+    calls = [{"input_ids": ids(machine, n, 1, n)} for n in (7, 7, 7, 8)]
+    reason = unlike(machine, "DiffLlama", calls, "full", **SIZES | HEAD)
+    assert "values of layer" in reason, reason
+
+
+def test_strict_is_heard_in_the_first_call(machine: Machine) -> None:
+    model, _, _ = two("Llama", machine, buckets=(8,), strict=True, on_new_shape="eager")
+    with pytest.raises(dit_graph.NotReplayed, match="not warmed up"):
+        model(ids(machine, 0, 1, 7))
 
 
 def test_positions_that_come_from_the_mask(machine: Machine) -> None:

@@ -15,7 +15,7 @@ from dit_graph.cli.model import is_hub_id
 from dit_graph.cli.prefill import PrefillOptions
 from dit_graph.embedded import smollm2
 from dit_graph.errors import ConfigError
-from dit_graph.modes.prefill import bodies
+from dit_graph.modes.bodies import bodies
 
 _TOKENIZERS = ("*token*", "vocab*", "*.model")
 _HEADS = ("CausalLM", "LMHead", "ConditionalGeneration")

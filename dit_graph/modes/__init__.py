@@ -20,7 +20,7 @@ def parts(target: Any, config: GraphConfig) -> Parts:
         ConfigError: there are none, or the config asks for what the target has not.
     """
     if config.mode == "prefill":
-        from dit_graph.modes.prefill import bodies  # transformers is slow to import
+        from dit_graph.modes.bodies import bodies  # transformers is slow to import
 
         return {name: (module, config) for name, module in bodies(target).items()}
     found = {name: (module, config) for name, module in denoisers(target).items()}
@@ -29,7 +29,7 @@ def parts(target: Any, config: GraphConfig) -> Parts:
 
 def text_encoders(target: Any, config: GraphConfig) -> Parts:
     """A pipeline's text encoders: LLMs with padded tokens, others at exact shapes."""
-    from dit_graph.modes.prefill import bodies
+    from dit_graph.modes.bodies import bodies
 
     if not isinstance(target, DiffusionPipeline):
         raise ConfigError(f"text_encoders=True needs a pipeline, got {type(target).__name__}")

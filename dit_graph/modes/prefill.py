@@ -8,7 +8,6 @@ import copy
 import functools
 import inspect
 import logging
-import threading
 import types
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,13 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel, masking_utils
+from transformers import masking_utils
 from transformers.cache_utils import DynamicCache
 
 from dit_graph.buckets import Buckets
-from dit_graph.errors import CaptureError, ConfigError, DeviceFailed
+from dit_graph.errors import CaptureError, DeviceFailed, NotReplayed
 from dit_graph.modes import live
+from dit_graph.modes.bodies import names_in, takes_masks_by_layer
 from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
 from dit_graph.opaque import put_in_place
 
@@ -32,57 +32,11 @@ _KNOWN = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values",
     "use_cache", _ALL,
 }  # fmt: skip
-_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MAKE_MASKS: Any = masking_utils.create_masks_for_generate
+_MASKS_CACHE = (
+    "cache" if "cache" in inspect.signature(_MAKE_MASKS).parameters else "past_key_values"
+)
 _PLAIN = {("output_attentions", False), ("output_router_logits", False), ("return_dict", True)}
-_MASK_MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
-
-
-def bodies(target: Any) -> dict[str, torch.nn.Module]:
-    """The transformer body of a causal LM by its attribute's name, or a body itself.
-
-    Raises:
-        ConfigError: the target is no causal LM, or its body is none that prefill can pad.
-    """
-    if not isinstance(target, PreTrainedModel) or not hasattr(target, "get_decoder"):
-        base = "; give its get_base_model()" if hasattr(target, "get_base_model") else ""
-        raise ConfigError(
-            f'mode="prefill" takes a transformers causal LM, got {type(target).__name__}{base}'
-        )
-    body: Any = target.get_decoder()
-    body = target if body is None else body
-    if not isinstance(body, PreTrainedModel):
-        raise ConfigError(f"{type(target).__name__} has no transformer body that stands alone")
-    if reason := unsupported(body):
-        raise ConfigError(f"{type(body).__name__} cannot be padded: {reason}")
-    name = next((n for n, m in target.named_modules() if m is body), type(body).__name__)
-    return {name: body}
-
-
-def unsupported(body: Any) -> str:
-    """Why padded tokens could be seen by others in this body, or an empty string."""
-    config = body.config
-    if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
-        return f"it has {', '.join(sorted(others))} layers, whose state padded tokens would move"
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    if len(set(getattr(config, "layer_types", None) or ())) > 1 and not takes_masks_by_layer(body):
-        return "its layers differ, and its forward takes one mask for all"
-    if any(getattr(module, "is_causal", True) is False for module in body.modules()):
-        return "its attention is not causal"
-    makers = inspect.unwrap(type(body).forward).__globals__
-    if not any(name in makers for name in _MASK_MAKERS):
-        return "it makes its attention mask in a way of its own"
-    return ""
-
-
-def takes_masks_by_layer(body: Any) -> bool:
-    """Whether the forward looks for a dict of masks, as `generate` hands to some models."""
-    return "dict" in _names_in(body)
-
-
-def _names_in(body: Any) -> tuple[str, ...]:
-    names: tuple[str, ...] = inspect.unwrap(type(body).forward).__code__.co_names
-    return names
 
 
 def _of_text(positions: torch.Tensor) -> torch.Tensor | None:
@@ -107,9 +61,9 @@ def _apart(
         pairs = [("hidden states", found[rows], wanted[rows])]
     elif mine is not None and its is not None:
         layers = enumerate(zip(mine.layers, its.layers))
-        pairs += [
-            (f"keys of layer {i}", a.keys, b.keys) for i, (a, b) in layers if a.is_initialized
-        ]
+        filled = [(i, a, b) for i, (a, b) in layers if a.is_initialized]
+        pairs += [(f"keys of layer {i}", a.keys, b.keys) for i, a, b in filled]
+        pairs += [(f"values of layer {i}", a.values, b.values) for i, a, b in filled]
     for what, a, b in pairs:
         bound = 1e-3 if a.dtype in (torch.float32, torch.float64) else 0.1  # of the largest value
         if a.shape != b.shape or not bool((a - b).abs().max() <= bound * b.abs().max() + 1e-12):
@@ -118,7 +72,7 @@ def _apart(
 
 
 class Prefill:
-    """Answers a body's calls through `recorded`, a callable on padded tensors.
+    """Answers a body's calls through `runner`, which records `padded_forward`.
 
     Args:
         body: the transformer body.
@@ -142,8 +96,9 @@ class Prefill:
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
         self._out: type | None = None
         self._proven: set[Any] = set()  # kinds of calls that came near the plain forward
-        self._proving = threading.RLock()
         self._wrong = ""  # why this body is not padded after all
+        self._masks_by_layer = takes_masks_by_layer(body)
+        self._positions_from_mask = "cumsum" in names_in(body)
         self.runner: Any = None  # of `padded_forward`
 
     # ---- the call as the caller makes it
@@ -154,12 +109,9 @@ class Prefill:
         given = {name: value for name, value in given.items() if value is not None}
         tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
         length, reason = self._length(given, tokens)
-        if reason:
-            plain = functools.partial(self._original, *args, **kwargs)
+        plain = functools.partial(self._original, *args, **kwargs)
+        if reason := reason or self._wrong:
             return self.runner.refuse(reason, plain, expected=reason == DECODE)
-        if self._wrong:
-            plain = functools.partial(self._original, *args, **kwargs)
-            return self.runner.refuse(self._wrong, plain)
         cache, use_cache = self._cache(given)
         positions = given.get("position_ids")
         if positions is None:
@@ -173,9 +125,7 @@ class Prefill:
         )  # fmt: skip
         padded_call = functools.partial(self._padded, given, tokens, positions, masks, length)
         if kind not in self._proven:
-            with self._proving:
-                plain = functools.partial(self._original, *args, **kwargs)
-                return self._prove(kind, plain, padded_call, given, cache)
+            return self._prove(kind, plain, padded_call, given, cache)
         out = padded_call(cache)
         assert self._out is not None
         kept = {self._cache_name: cache} if use_cache else {}
@@ -225,25 +175,22 @@ class Prefill:
     ) -> Any:
         """The first call of a kind: the plain forward answers, and the padded one, on a copy of the
         cache, must come near it. Where it does not, or fails, this body is never padded again."""
-        scratch = copy.deepcopy(cache)
-        given_cache = given.get(self._cache_name, given.get("past_key_values"))
+        scratch, its = (
+            copy.deepcopy(cache),
+            given.get(self._cache_name, given.get("past_key_values")),
+        )
         out = plain()
         try:
-            found = padded_call(scratch)
-            now = (
-                None
-                if cache is None
-                else (given_cache if given_cache is not None else _cache_of(out))
-            )
-            self._wrong = _apart(
-                found["last_hidden_state"], out.last_hidden_state, given, scratch, now
-            )
+            found = padded_call(scratch)["last_hidden_state"]
+            written = _cache_of(out) if its is None else its
+            wrong = _apart(found, out.last_hidden_state, given, scratch, written)
+        except (DeviceFailed, NotReplayed):
+            raise
         except Exception as error:
-            if isinstance(error, DeviceFailed):
-                raise
-            self._wrong = f"it cannot be padded: {error!r}"
-        if self._wrong:
-            log.warning("dit_graph: %s is not padded: %s", type(self._body).__name__, self._wrong)
+            wrong = f"it cannot be padded: {error!r}"
+        if wrong:
+            self._wrong = wrong
+            log.warning("dit_graph: %s is not padded: %s", type(self._body).__name__, wrong)
         self._proven.add(kind)
         return out
 
@@ -262,7 +209,7 @@ class Prefill:
                 return 0, f"the config has {name}=True"
         if getattr(config, "return_dict", True) is False:
             return 0, "the config has return_dict=False"
-        if "position_ids" not in given and "cumsum" in _names_in(self._body):
+        if "position_ids" not in given and self._positions_from_mask:
             return 0, "it takes positions from the mask; give position_ids"
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._body.parameters()):
             return 0, "gradients are needed; call it under torch.no_grad()"
@@ -296,17 +243,14 @@ class Prefill:
         if not isinstance(mask, dict):
             weight = self._body.get_input_embeddings().weight
             like = weight.new_empty(1).expand(*tokens.shape[:2], 1)
-            make: Any = masking_utils.create_masks_for_generate
-            known = inspect.signature(make).parameters
-            name = "cache" if "cache" in known else "past_key_values"
-            mask = make(
+            mask = _MAKE_MASKS(
                 config=self._body.config,
                 inputs_embeds=like,
                 attention_mask=mask,
                 position_ids=_of_text(positions),
-                **{name: cache},
+                **{_MASKS_CACHE: cache},
             )
-        if isinstance(mask, dict) and not takes_masks_by_layer(self._body):
+        if isinstance(mask, dict) and not self._masks_by_layer:
             (mask,) = mask.values()
         return mask if isinstance(mask, dict) else {"": mask}
 
