@@ -5,7 +5,9 @@ What the numbers mean. Weights and prompts are random. `ms` is the median wall c
 turn in one process. `busy` is the share of eager's wall clock in which the device runs kernels,
 from the profiler. `build` is `handle.warmup()` over the default buckets up to `--most`: seconds,
 and bytes of graph memory after it. `ragged 8` is a batch of eight prompts of different lengths,
-left-padded; its tokens are the padded count. `near` compares logits with eager, relative.
+left-padded; its tokens are the padded count. `near` compares logits with eager, relative. `gated`
+is `breakable` with the gate as users have it: where a replay does not pay it has turned to eager
+before the times are taken (`verdict`).
 
     python benchmarks/prefill.py --output benchmarks/results/prefill.json
 
@@ -115,23 +117,35 @@ def ragged(lengths: tuple[int, ...], vocabulary: int, on: str) -> dict[str, torc
     return {name: t.to(on) for name, t in call.items()}
 
 
+def verdict(handle: dit_graph.Handle, seen: set[Any]) -> str:
+    """What the gate says of the bucket that came last."""
+    (install,) = handle.installs.values()
+    assert install.runner is not None
+    new = [entry for key, entry in install.runner.entries.items() if key not in seen]
+    seen.update(install.runner.entries)
+    return "; ".join(entry.verdict for entry in new)
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     on, device = ("cpu", "recorder") if args.tiny else ("cuda:0", "cuda")
     model = build(name, on, args.tiny)
     fronts: dict[str, Any] = {"eager": model}
     row: dict[str, Any] = {"model": name, "build": {}, "rows": []}
     handles = {}
-    for backend in ("breakable", "full"):
-        fronts[backend] = front = front_of(model)
-        handles[backend] = handle = dit_graph.enable(
+    for label in ("breakable", "full", "gated"):
+        fronts[label] = front = front_of(model)
+        backend, gate = ("breakable", "measure") if label == "gated" else (label, "always")
+        handles[label] = handle = dit_graph.enable(
             front, mode="prefill", device=device, backend=backend, max_tokens=args.most,
-            verify="off", gate="always", memory_budget="50%", max_graphs=256,
+            verify="off", gate=gate, memory_budget="50%", max_graphs=256,
         )  # fmt: skip
+        if label == "gated":  # records at its first calls
+            continue
         wait(on)
         began = time.perf_counter()
         handle.warmup()
         wait(on)
-        row["build"][backend] = {
+        row["build"][label] = {
             "seconds": round(time.perf_counter() - began, 2),
             "bytes": handle.pool_on(torch.device(on)).bytes, "stats": handle.stats(),
         }  # fmt: skip
@@ -140,11 +154,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
              for n in TOKENS if n <= args.most}  # fmt: skip
     lengths = tuple(n for n in RAGGED if n <= args.most)
     calls[f"ragged {len(lengths)} ({max(lengths)})"] = ragged(lengths, vocabulary, on)
+    seen: set[Any] = set()
     for label, call in calls.items():
         fns = {k: (lambda m=m, call=call: m(**call, logits_to_keep=1)) for k, m in fronts.items()}
         for fn in list(fns.values())[1:]:
-            for _ in range(3):  # a batch that was not warmed up
+            for _ in range(9):  # what was not warmed up, and the gate's calls
                 fn()
+                wait(on)
         ms = median_ms(fns, on, args.calls)
         expected = fns["eager"]().logits
         near = {k: float(((fns[k]().logits - expected).abs().max() / expected.abs().max()).item())
@@ -153,6 +169,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             "tokens": label, "ms": ms, "busy": busy_share(fns["eager"], on),
             "gain": {k: round(ms["eager"] / ms[k], 2) for k in handles},
             "breakable/full": round(ms["breakable"] / ms["full"], 3), "near": near,
+            "verdict": verdict(handles["gated"], seen),
         })  # fmt: skip
     row["stats"] = {k: handle.stats() for k, handle in handles.items()}
     for handle in handles.values():

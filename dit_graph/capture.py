@@ -6,7 +6,7 @@ keys, entries or models.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
-from dit_graph.devices.base import Device, Memory, Segment
+from dit_graph.devices.base import Device, Memory, Segment, is_about_capturing
 from dit_graph.errors import CaptureError
 from dit_graph.guards import Guard, plain, same
 from dit_graph.homes import is_fresh, place, result_leaf
@@ -58,7 +58,9 @@ class Capture:
         self._static = static
         self._versions: list[int] = []
         self.matched: set[str] = set()
-        self._breakable = breakable
+        self.refused: tuple[Any, str] | None = None  # an operation that no segment takes, where
+        self.stays_out: Collection[Any] = ()  # operations that did so in an earlier capture
+        self.breakable = breakable
         self._eager_functions = eager_functions
         self._names = names or {}
         self._observing = False
@@ -155,7 +157,7 @@ class Capture:
 
     def stays_eager(self, func: Any) -> str:
         """The pattern of the config that a torch function matches, or an empty string."""
-        if not self._breakable or not self._eager_functions:
+        if not self.breakable or not self._eager_functions:
             return ""
         name = getattr(func, "__name__", "")
         pattern = next((p for p in self._eager_functions if fnmatch.fnmatchcase(name, p)), "")
@@ -192,7 +194,12 @@ class Capture:
         for t in operands:
             if self.known.kind(t) in (None, Kind.CONSTANT):
                 self.tape.held[storage_of(t)] = t
-        out = segment.call(func, args, kwargs)
+        try:
+            out = segment.call(func, args, kwargs)
+        except Exception as error:
+            if is_about_capturing(error):
+                self.refused = func, source_line()
+            raise
         for t in tensors_of(out):
             if self.known.kind(t) is None and storage_of(t) not in self.tape.held:
                 self.known.mark(t, Kind.POOL)
@@ -236,7 +243,7 @@ class Capture:
         self, fn: Callable[..., Any], args: Any, kwargs: Any, *, pure: bool, reason: str
     ) -> Any:
         """A break that somebody marked; what it writes and makes is noted while it runs."""
-        if not self._breakable:
+        if not self.breakable:
             return fn(*args, **kwargs)
         self._restart_point()  # a changed result must find the call's start again
 
@@ -253,7 +260,7 @@ class Capture:
 
     def split(self) -> None:
         """End the current segment where a graph may be cut at all."""
-        if self._breakable:
+        if self.breakable:
             self.close()
 
     def eager(
@@ -321,7 +328,7 @@ class Capture:
     # ---- guards and writes
 
     def _require_breaks(self, reason: str) -> None:
-        if not self._breakable:
+        if not self.breakable:
             raise CaptureError(f"one graph cannot hold this: {reason} at {source_line()}")
 
     def _restart_point(self) -> None:

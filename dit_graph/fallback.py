@@ -28,7 +28,7 @@ class Fallback:
     def __call__(self, entry: Entry | None, reason: str, args: Any, kwargs: Any) -> Any:
         self.say(self.refused if entry is None else entry.eager, reason)
         with breaks.live(self._on.signature.arguments(args, kwargs)):
-            run = functools.partial(self._on.original, *args, **kwargs)
+            run = functools.partial(self._on.eager, *args, **kwargs)
             return self.with_room(run, (args, kwargs))
 
     def say(self, counter: Counter[str], reason: str) -> None:

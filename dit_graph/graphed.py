@@ -21,6 +21,7 @@ class Graphed:
         module: whose forward it is.
         original: the forward that was there before.
         signature: of that forward.
+        eager: what answers a call that is not recorded, `original` unless a mode has its own.
         state: what the recordings of the module stand on.
     """
 
@@ -34,7 +35,9 @@ class Graphed:
     entries: Entries = field(default_factory=Entries)
 
     def __post_init__(self) -> None:
+        self.eager = self.original
         self.generators = self.pool.device.generators()
+        self.stays_out: set[Any] = set()  # operations that could not be captured: breaks
 
     def seeds(self) -> list[torch.Tensor]:
         """Where the default generators stand."""

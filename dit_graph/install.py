@@ -103,6 +103,7 @@ class Install:
         buckets = Buckets(self.config.buckets or schedule(self.config.max_tokens))
         front = Prefill(self.module, self._original, buckets, self.config.backend)
         graphed.original, graphed.signature = front.padded_forward, Signature(front.padded_forward)
+        graphed.eager = front.plain_forward
         self.runner = front.runner = Runner(graphed)
         return front
 

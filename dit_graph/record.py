@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from dit_graph import breaks
 from dit_graph.backends import backend_named
 from dit_graph.buffers import StaticBuffers
+from dit_graph.capture import Capture
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.entry import Entry
 from dit_graph.errors import CaptureError, Conflict
@@ -94,6 +95,7 @@ class Recording:
         capture = self._backend.capture(
             self._on.pool.device, generation.memory, static, self._on.module, self._on.config
         )
+        capture.stays_out = self._on.stays_out
         try:
             with self._on.pool.device.stream():
                 live = call.with_tensors(static)
@@ -114,7 +116,7 @@ class Recording:
             self._let_go(generation, capture.known.survivors(None))
             if is_out_of_memory(error) and not last_try and self._fallback.free():
                 return self.capture(entry, call, args, kwargs, last_try=True)
-            return self._failed(entry, error, args, kwargs)
+            return self._failed(entry, error, capture, args, kwargs)
         except BaseException:
             entry.eager["interrupted while it was recorded"] += 1
             self._on.pool.close(generation)
@@ -163,10 +165,23 @@ class Recording:
         else:
             self._on.pool.close(generation)
 
-    def _failed(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
+    def _failed(
+        self, entry: Entry, error: Exception, capture: Capture, args: Any, kwargs: Any
+    ) -> Any:
+        """The eager answer, once a capture is undone. An operation that works there and that no
+        segment takes is a break in the next capture."""
         reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {error!r}"
+        refused, where = capture.refused or (None, "")
+        if refused is not None:
+            reason += f" in {refused} at {where}"
+        learns = refused is not None and capture.breakable
         if isinstance(error, Conflict):  # these arguments; others may do
             entry.unsettled(reason)
+        elif learns and self._on.config.on_failure == "eager":
+            self._on.pool.sweep()
+            out = self._fallback(entry, f"{reason}; a break from now on", args, kwargs)
+            self._on.stays_out.add(refused)
+            return out
         else:
             entry.block(reason)
         self._on.pool.sweep()

@@ -32,7 +32,7 @@ class Replay:
         turn = entry.proof.turn(entry.tapes[0])
         if turn == "eager":
             entry.eager[TIMED] += 1
-            run_eagerly = functools.partial(self._on.original, *args, **kwargs)
+            run_eagerly = functools.partial(self._on.eager, *args, **kwargs)
             timed = functools.partial(self._timed, "eager", entry, run_eagerly)
             return self._fallback.with_room(timed, call.tensors)
         undo, live, mismatch = Undo(self._on.generators), call.tensors, ""

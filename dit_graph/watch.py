@@ -99,6 +99,8 @@ def _breaks_because(
     to_device: bool,
 ) -> str | None:  # fmt: skip
     name = str(func).removesuffix(".default")
+    if func in c.stays_out:
+        return f"{name} could not be captured"
     if func in _MASK_INDEXED:  # tagged as dynamic, but only a mask's result depends on its values
         if any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None):
             return f"{name} with a boolean mask"

@@ -841,6 +841,57 @@ def test_a_segment_that_fails_is_unwound(machine: Machine, stage: str, monkeypat
     assert pair.replays == 2 and gc.isenabled()
 
 
+@torch.library.custom_op("dit_graph_tests::reads_host", mutates_args=())
+def reads_host(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that waits for the device, which none of its tags says."""
+    capture = dit_graph.breaks.local.capture
+    if not x.is_cuda and capture is not None and capture._segment is not None:
+        raise RuntimeError("stands for the error of a CUDA stream that is capturing")
+    return x * float(x[0, 0].item())
+
+
+DOWN: list[bool] = []
+
+
+@torch.library.custom_op("dit_graph_tests::breaks_down", mutates_args=())
+def breaks_down(x: torch.Tensor) -> torch.Tensor:
+    if DOWN:
+        raise RuntimeError("the camera captured no data")
+    return x * 2
+
+
+def reading(m: Any, x: Any) -> Any:
+    return reads_host(m.linear(x)).relu() + 1
+
+
+def test_an_operation_that_no_graph_takes_is_a_break_from_then_on(machine: Machine) -> None:
+    pair = run(machine, reading, [rows(i, n) for n in (2, 3) for i in range(6)])
+    (reason,) = pair.stats["eager"]
+    assert "reads_host.default at tests/contract.py" in reason and "break from now on" in reason
+    assert pair.stats["eager"][reason] == 1 and pair.replays == 3 + 4
+    assert "reads_host could not be captured" in str(pair.handle.explain())
+
+
+def test_one_graph_stays_eager_where_an_operation_refuses(machine: Machine) -> None:
+    pair = run(machine, reading, [rows(i) for i in range(6)], backend="full")
+    (reason,) = pair.stats["eager"]
+    assert "reads_host.default at tests/contract.py" in reason and pair.replays == 0
+
+
+def test_an_operation_that_fails_in_eager_too_is_no_break(machine: Machine) -> None:
+    """An error that sounds like a capture's but is the model's own."""
+    pair = machine.pair(Module(lambda m, x: breaks_down(m.linear(x)) + 1))
+    pair(rows(0).to(machine.on))
+    for _ in range(2):
+        DOWN.append(True)
+        with pytest.raises(RuntimeError, match="captured no data"):
+            pair.graphed(rows(0).to(machine.on))
+        DOWN.clear()
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    assert pair.replays >= 2 and "could not be captured" not in str(pair.handle.explain())
+
+
 def test_nothing_is_collected_while_a_segment_is_open(machine: Machine) -> None:
     """A collection may destroy old graphs, which the device forbids inside a capture."""
 

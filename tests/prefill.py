@@ -135,7 +135,7 @@ def test_every_model_and_backend(machine: Machine, name: str, backend: str) -> N
     if backend == "eager":
         assert stats["replays"] == 0 and stats["eager"]
     else:
-        assert stats["replays"] >= 30 and stats["eager"] == {}
+        assert is_replayed(machine, name, backend, stats, 30)
 
 
 @pytest.mark.parametrize("name", FIRST)
@@ -172,7 +172,15 @@ def test_batches_of_prompts_of_different_lengths(
         out, expected = model(tokens, **call).logits, twin(tokens, **call).logits
         live_rows = mask.bool()
         assert near(out[live_rows], expected[live_rows]), seed
-    assert handle.stats()["replays"] >= 1 and handle.stats()["eager"] == {}
+    assert is_replayed(machine, name, backend, handle.stats(), 1)
+
+
+def is_replayed(machine: Machine, name: str, backend: str, stats: Any, least: int) -> bool:
+    """Or eager by name: on CUDA a grouped product of float32 reads its offsets on the host, and
+    one graph has nowhere to do that."""
+    if machine.on != "cpu" and backend == "full" and "MoE" in name:
+        return stats["replays"] == 0 and all("grouped_mm" in reason for reason in stats["eager"])
+    return stats["replays"] >= least and stats["eager"] == {}
 
 
 def test_a_mask_is_heard(machine: Machine) -> None:
@@ -516,6 +524,54 @@ def test_a_step_that_fails_writes_each_layer_once(machine: Machine, monkeypatch:
 
 
 # ---- buckets
+
+
+def entries(handle: dit_graph.Handle) -> list[Any]:
+    (install,) = handle.installs.values()
+    assert install.runner is not None
+    return list(install.runner.entries.values())
+
+
+@pytest.mark.parametrize("backend", ["breakable", "full"])
+def test_an_eager_verdict_pads_nothing(machine: Machine, backend: str, monkeypatch: Any) -> None:
+    """What the gate finds as fast in eager runs as if nothing was enabled, bit for bit."""
+    model, twin, handle = two("Llama", machine, backend=backend, buckets=(8,))
+    for n in (6, 7, 8):
+        model(ids(machine, n, 1, n))
+    for entry in entries(handle):
+        entry.block("replay 2 ms vs eager 1 ms")
+    monkeypatch.setattr("dit_graph.modes.prefill.Prefill.padded_forward", None)
+    for n in (5, 6, 8):
+        tokens = ids(machine, n, 1, n)
+        out, expected = model(tokens), twin(tokens)
+        assert type(out) is type(expected) and torch.equal(out.logits, expected.logits)
+        for a, b in zip(out.past_key_values.layers, expected.past_key_values.layers):
+            assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+    assert handle.stats()["eager"] == {"replay 2 ms vs eager 1 ms": 3}
+
+
+def test_an_eager_call_without_memory_runs_once(machine: Machine, monkeypatch: Any) -> None:
+    """A second run would find the first one's layers in the cache."""
+    model, _, handle = two("Llama", machine, buckets=(8,))
+    for n in (6, 7, 8):
+        model(ids(machine, n, 1, n))
+    for entry in entries(handle):
+        entry.block("replay 2 ms vs eager 1 ms")
+    cache, ran = DynamicCache(config=model.config), []
+
+    last = model.model.norm
+    real = type(last).forward
+
+    def full(norm: Any, hidden: torch.Tensor) -> Any:
+        if norm is last:  # all layers have written their keys by then
+            ran.append(1)
+            raise torch.OutOfMemoryError("out of memory")
+        return real(norm, hidden)
+
+    monkeypatch.setattr(type(last), "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(ids(machine, 1, 1, 6), past_key_values=cache)
+    assert len(ran) == 1 and cache.get_seq_length() == 6
 
 
 def test_the_schedule() -> None:

@@ -75,9 +75,10 @@ def test_a_bare_transformer_on_many_streams(machine: Machine) -> None:
     on_gpu = machine.on != "cpu"
 
     def work(i: int) -> None:
-        streams = [torch.cuda.Stream() for _ in range(2)] if on_gpu else [None]
+        # torch has 32 streams: all of them are somebody's here
+        streams = [torch.cuda.Stream() for _ in range(5)] if on_gpu else [None]
         for n in range(30):
-            stream = torch.cuda.stream(streams[n % 2]) if on_gpu else contextlib.nullcontext()
+            stream = torch.cuda.stream(streams[n % 5]) if on_gpu else contextlib.nullcontext()
             with stream:
                 call = machine.to(family.inputs(1000 * i + n, 4 + n % 2))
                 result, expected = (

@@ -21,6 +21,15 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
+def is_about_capturing(error: BaseException) -> bool:
+    """Whether an operation says that it cannot run while a graph is captured.
+
+    CUDA's own error is "operation not permitted when stream is capturing", torch's name the capture
+    too; what else goes wrong in a capture says nothing about the operation.
+    """
+    return isinstance(error, RuntimeError) and "captur" in str(error).lower()
+
+
 class Segment(ABC):
     """A run of device operations that replays as one launch.
 

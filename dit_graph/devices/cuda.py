@@ -1,5 +1,7 @@
 """CUDA graphs. The only file that names `torch.cuda.CUDAGraph`."""
 
+import ctypes
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -127,9 +129,33 @@ class _Bytes:
         }
 
 
-_STREAMS: dict[int, torch.cuda.Stream] = {}
 _ALONE = threading.RLock()
-"""Cold calls and captures share one stream a device, so that its library workspaces exist once."""
+_STREAMS: dict[int, Any] = {}
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: work on the default stream may go on
+
+
+def _own_stream() -> Any:
+    """The stream of cold calls and captures, one a device, so that its workspaces exist once.
+
+    It is made with the driver's `cuStreamCreate` and belongs to nobody else: `torch.cuda.Stream()`
+    hands 32 streams out in turn, and the work of whoever gets the same one would be captured too.
+
+    Raises:
+        Unsupported: the driver makes no stream.
+    """
+    index = torch.cuda.current_device()
+    if index not in _STREAMS:
+        torch.cuda.synchronize()  # makes the device's context current on this thread
+        made = ctypes.c_void_p()
+        try:
+            driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+            error = driver.cuStreamCreate(ctypes.byref(made), _NON_BLOCKING)
+        except (OSError, AttributeError) as cause:
+            raise Unsupported(f"the CUDA driver's library cannot be used: {cause}") from cause
+        if error:
+            raise Unsupported(f"the CUDA driver makes no stream (error {error})")
+        _STREAMS[index] = torch.cuda.ExternalStream(made.value, device=index)  # for the process
+    return _STREAMS[index]
 
 
 class CudaTimer(Timer):
@@ -190,7 +216,7 @@ class Cuda(Device):
     def stream(self) -> Iterator[None]:
         with _ALONE, torch.cuda.device(self.on):
             caller = torch.cuda.current_stream()
-            aside = _STREAMS.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+            aside = _own_stream()
             aside.wait_stream(caller)
             try:
                 with torch.cuda.stream(aside):

@@ -40,6 +40,10 @@ class LiveCall:
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     in_graph: bool = False
     """Attention belongs to the recording; `kept` holds each layer's padded keys and values."""
+    plain: Callable[[], Any] | None = None
+    """The model's own call, which answers where nothing is recorded; `answer` is what it gave."""
+    answer: Any = None
+    ran_out: BaseException | None = None
 
 
 class _Local(threading.local):
@@ -50,8 +54,8 @@ _local = _Local()
 
 
 @contextmanager
-def live(call: LiveCall) -> Iterator[None]:
-    """Make `call` what breaks see on this thread."""
+def live(call: LiveCall | None) -> Iterator[None]:
+    """Make `call` what breaks see on this thread; None where nothing is padded."""
     before, _local.call = _local.call, call
     try:
         yield

@@ -126,7 +126,9 @@ class Prefill:
         padded_call = functools.partial(self._padded, given, tokens, positions, masks, length)
         if kind not in self._proven:
             return self._prove(kind, plain, padded_call, given, cache)
-        out = padded_call(cache)
+        out = padded_call(cache, plain)
+        if type(out) is not dict:  # what the body itself returned
+            return out
         assert self._out is not None
         kept = {self._cache_name: cache} if use_cache else {}
         return self._out(**out, **kept)
@@ -139,11 +141,13 @@ class Prefill:
         masks: dict[str, Any],
         length: int,
         cache: Any,
-    ) -> dict[str, Any]:
-        """The hidden states of the live tokens, from a padded call; `cache` is written."""
+        plain: Callable[[], Any] | None = None,
+    ) -> Any:
+        """The hidden states of the live tokens, from a padded call; `cache` is written. Where none
+        is recorded `plain` may answer instead, with what the body returns."""
         attention, live_masks = live.name_of(self._body.config), list(masks.values())
         call = LiveCall(tokens.shape[1], length, cache, attention, live_masks)
-        call.in_graph = self._in_graph
+        call.in_graph, call.plain = self._in_graph, plain
         stand_ins: list[Any] = [mask_of(i, tokens) for i in range(len(masks))]
         if self._in_graph:
             stand_ins = [padded_mask(m, call.tokens, length, tokens) for m in live_masks]
@@ -158,6 +162,8 @@ class Prefill:
                 cache=None if cache is None else CacheStandIn(),
                 **every_layer,
             )
+        if call.answer is not None:
+            return call.answer
         for layer, states in out.pop("states").items():
             cache.update(*(t[:, :, : call.tokens] for t in states), layer)
         found: dict[str, Any] = pytree.tree_map_only(
@@ -279,6 +285,24 @@ class Prefill:
         if call.in_graph:
             call.kept.clear()
         return {**found, "states": states}
+
+    def plain_forward(self, **padded: Any) -> dict[str, Any]:
+        """What is eager answers with the caller's own call, which pads nothing.
+
+        Not after a recording that failed: the cache has some of its layers already. And once only.
+        """
+        call = live.current()
+        if call.plain is None or call.kept:
+            return self.padded_forward(**padded)
+        if call.ran_out is not None:
+            raise call.ran_out
+        try:
+            with live.live(None):  # its attention sees the caller's tensors
+                call.answer = call.plain()
+        except torch.OutOfMemoryError as error:
+            call.ran_out = error
+            raise
+        return {"states": {}}
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:

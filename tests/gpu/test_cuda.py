@@ -26,6 +26,19 @@ def block(width: int = 256, layers: int = 8) -> nn.Module:
     return nn.Sequential(*parts).to(CUDA).requires_grad_(False)
 
 
+def test_nobody_else_has_the_capture_stream(machine: Machine) -> None:
+    """torch hands 32 streams out in turn."""
+    seen = []
+    pair = machine.pair(
+        Module(lambda m, x: seen.append(torch.cuda.current_stream()) or m.linear(x))
+    )
+    pair.graphed(rows(0).to(CUDA))
+    (ours,) = seen
+    others = {torch.cuda.Stream(priority=p).cuda_stream for p in (0, -1) for _ in range(64)}
+    assert len(others) >= 64 and ours.cuda_stream not in others | {0}
+    assert ours.priority == 0
+
+
 @pytest.mark.parametrize("where", ["segment 0", "after a break"])
 def test_an_illegal_call_in_a_capture_is_unwound(machine: Machine, where: str) -> None:
     def body(m: Any, x: Any) -> Any:
