@@ -14,6 +14,7 @@ OnNewShape = Literal["capture", "eager", "error"]
 OnFailure = Literal["eager", "raise"]
 Verify = Literal["first", "always", "off"]
 WhenFaster = Literal["measure", "always"]
+Sync = Literal["timesteps", "step"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class GraphConfig:
             global; `arguments` are the call's by parameter name. Called at every call.
         breaks: `fnmatch` patterns of what stays eager: submodule paths, for example `("*.attn",)`,
             or torch functions by name, for example `("scaled_dot_product_attention",)`.
+        remove_syncs: True, or some of `("timesteps", "step")`: what makes a loop wait for
+            the device is taken out, from outside, until `disable`. `"timesteps"`: the scheduler's
+            timesteps lie on the device from `set_timesteps` on, so that none is uploaded in a step.
+            `"step"`: its `step` and `scale_model_input` get their timestep on the host. Pictures
+            stay the same; a step callback gets its timestep on the device.
         max_variants: recordings that one signature may hold, each for other host values; the least
             recently used one makes room.
         max_graphs: recordings that stay alive in all; the least recently used half retires.
@@ -81,6 +87,7 @@ class GraphConfig:
     min_gain: float = 0.01
     memory_budget: int | str | None = "10%"
     extra_key: Callable[[Any, dict[str, Any]], Any] | None = None
+    remove_syncs: bool | tuple[Sync, ...] = False
     max_variants: int = 8
     max_graphs: int = 64
 
@@ -105,6 +112,7 @@ class GraphConfig:
         for name in ("strict", "text_encoders"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
+        self._set_syncs()
         gain = self.min_gain
         if type(gain) not in (int, float) or not 0 <= gain < 1:
             raise ConfigError(f"min_gain must be a share from 0 to below 1, got {gain!r}")
@@ -112,10 +120,28 @@ class GraphConfig:
             raise ConfigError(f"extra_key must be a function or None, got {self.extra_key!r}")
         self.budget_on(1)
 
+    def _set_syncs(self) -> None:
+        """`remove_syncs` as names: of all that are known for True, of none for False."""
+        given: Any = self.remove_syncs
+        if type(given) is bool:
+            given = get_args(Sync) if given else ()
+        if not isinstance(given, (tuple, list)) or not all(s in get_args(Sync) for s in given):
+            known = ", ".join(map(repr, get_args(Sync)))
+            raise ConfigError(f"remove_syncs must be True, False or of {known}; got {given!r}")
+        if given and self.mode == "prefill":
+            raise ConfigError("remove_syncs belongs to a pipeline's denoising loop")
+        object.__setattr__(self, "remove_syncs", tuple(given))
+
     def against(self, other: "GraphConfig") -> str:
         """The fields in which this config differs, for example `backend='full', not 'debug'`."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
         return "; ".join(f"{n}={getattr(self, n)!r}, not {getattr(other, n)!r}" for n in names)
+
+    @property
+    def syncs(self) -> tuple[Sync, ...]:
+        """The host syncs to remove, by name."""
+        assert not isinstance(self.remove_syncs, bool)
+        return self.remove_syncs
 
     def budget_on(self, total: int) -> int | None:
         """`memory_budget` in bytes on a device of `total` bytes; None for no limit."""

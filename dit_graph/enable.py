@@ -32,7 +32,7 @@ class Handle:
         self._said: set[str] = set()
         self.installs: dict[str, Install] = {}
         self.components: dict[str, Any] = {}  # of the pipeline; an install may lie inside of one
-        self.pictures = Pictures(target, self._check)
+        self.pictures = Pictures(target, self._check, config.syncs)
 
     def pool_on(self, device: torch.device) -> Pool:
         """The pool that all runners of this handle share, made for `device` when first asked."""
@@ -107,7 +107,7 @@ class Handle:
 
     def report(self) -> str:
         """What is recorded, what is not and why, as text."""
-        return render(self.installs.values(), self._replaced())
+        return render(self.installs.values(), self._replaced(), self._syncs_removed())
 
     def explain(self, *, time: bool = False) -> Explanation:
         """The segment map of every recording; `str`, `to_dict` and `plot` show it.
@@ -116,7 +116,8 @@ class Handle:
             time: also run the steps of each recording one by one and take their times, where a run
                 has no effect; the others say why not.
         """
-        return explain(self.installs.values(), self._replaced(), time)
+        removed = self._syncs_removed()
+        return explain(self.installs.values(), self._replaced(), time, removed)
 
     def disable(self) -> None:
         """Give every forward back; see `dit_graph.disable`."""
@@ -168,6 +169,9 @@ class Handle:
                 log.warning("dit_graph: %s", note)
         if notes and self.config.strict:
             raise NotReplayed("; ".join(notes))
+
+    def _syncs_removed(self) -> dict[str, int] | None:
+        return self.pictures.syncs_removed if self.config.syncs else None
 
     def _replaced(self) -> list[str]:
         target = self._target()

@@ -30,8 +30,16 @@ def totals(installs: Iterable[Any]) -> dict[str, Any]:
     return {**sums, "eager": dict(eager)}
 
 
-def render(installs: Iterable[Any], notes: list[str]) -> str:
+def syncs(removed: dict[str, int]) -> str:
+    """The line on host syncs that were taken out of a loop: what → how often."""
+    said = ", ".join(f"{what} ({count}x)" for what, count in removed.items())
+    return f"host syncs removed: {said or 'none so far'}"
+
+
+def render(installs: Iterable[Any], notes: list[str], removed: dict[str, int] | None = None) -> str:
+    """`removed` is None where no host syncs are to be removed."""
     lines = [f"! {note}" for note in notes]
+    lines += [] if removed is None else [syncs(removed)]
     for install in installs:
         with install.runner.pool.lock if install.runner else nullcontext():
             lines += _install(install)

@@ -227,7 +227,7 @@ def source_line() -> str:
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "").split(".")
         ours = name[0] == "dit_graph" and name[1:2] != ["embedded"]
-        if not ours and name[0] not in ("torch", "functools", "contextlib"):
+        if not ours and name[0] not in ("torch", "functools", "contextlib", "warnings"):
             break
         frame = frame.f_back
     code = frame.f_code

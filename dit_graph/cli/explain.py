@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -21,7 +21,7 @@ from dit_graph.cli.errors import UsageError, exit_code, one_line, told
 from dit_graph.cli.options import Options, device_or, plain
 from dit_graph.cli.parser import DTYPES, Parser, dtype, json_object, size, whole
 from dit_graph.config import Backend
-from dit_graph.explain import Explanation
+from dit_graph.explain import Explanation, host_syncs
 from dit_graph.explain.plot import empty_figure
 
 _STEPS = 4
@@ -44,6 +44,8 @@ class ExplainOptions(Options):
     breaks: tuple[str, ...]
     plot: Path | None
     time: bool
+    syncs: bool
+    remove_syncs: bool
     device_given: bool
 
 
@@ -87,6 +89,9 @@ def parser() -> Parser:
         help="text, or one JSON object on the last line of stdout (default text)")  # fmt: skip
     add("--plot", type=Path, metavar="FILE.png", help="a picture with one row a recording")
     add("--time", action="store_true", help="take the time of each step that can be run again")
+    add("--syncs", action="store_true",
+        help="draw once more and find the lines at which the host waits; needs cuda")  # fmt: skip
+    add("--remove-syncs", action="store_true", help="with those removed that dit_graph can remove")
     return built
 
 
@@ -102,6 +107,8 @@ def parse(argv: Sequence[str] | None) -> ExplainOptions:
         if asked and (device == "cpu" or given.backend == "eager"):
             nothing = "--device cpu" if device == "cpu" else "--backend eager"
             raise UsageError(f"{option} shows recordings, and {nothing} makes none; give one")
+    if given.syncs and device != "cuda":
+        raise UsageError(f"--syncs needs a CUDA device, and --device is {device}")
     if given.plot is not None:
         _check_plot(given.plot)
     return ExplainOptions(
@@ -125,6 +132,8 @@ def parse(argv: Sequence[str] | None) -> ExplainOptions:
         breaks=tuple(given.breaks),
         plot=given.plot,
         time=given.time,
+        syncs=given.syncs,
+        remove_syncs=given.remove_syncs,
         device_given=given.device is not None,
     )
 
@@ -149,7 +158,11 @@ def _run(options: ExplainOptions) -> None:
     device: Any = "recorder" if options.device == "recorder" else "auto"
     try:
         handle = dit_graph.enable(
-            pipe, device=device, backend=options.backend, breaks=options.breaks
+            pipe,
+            device=device,
+            backend=options.backend,
+            breaks=options.breaks,
+            remove_syncs=options.remove_syncs,
         )
     except dit_graph.DitGraphError as error:
         raise UsageError(one_line(error)) from error
@@ -158,6 +171,10 @@ def _run(options: ExplainOptions) -> None:
             with told("running the pipeline"):
                 pipe(**_call(type(pipe), options), **wanted)
         explanation = handle.explain(time=options.time)
+        if options.syncs:
+            with host_syncs() as found, told("running the pipeline"):
+                pipe(**_call(type(pipe), options), **options.sizes[0])
+            explanation = replace(explanation, syncs=tuple(found))
     _show(explanation, options)
 
 

@@ -14,6 +14,7 @@ from dit_graph.explain.facts import (
     Variant,
 )
 from dit_graph.explain.read import explain
+from dit_graph.explain.syncs import HostSync, host_syncs
 
 __all__ = [
     "Bucket",
@@ -21,8 +22,10 @@ __all__ = [
     "ExternalRead",
     "GuardedValue",
     "HandedValue",
+    "HostSync",
     "Module",
     "Step",
     "Variant",
     "explain",
+    "host_syncs",
 ]

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dit_graph.explain import plot, text
+from dit_graph.explain.syncs import HostSync
 
 StepKind = Literal["segment", "break", "reset", "whole call"]
 
@@ -131,10 +132,16 @@ class Module:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is recorded of one pipeline or module. `str()` of it is the text."""
+    """What is recorded of one pipeline or module. `str()` of it is the text.
+
+    `syncs_removed` has what `remove_syncs` took out of the loop and how often; None without it.
+    `syncs` has the host syncs of a picture where they were looked for (`host_syncs`), else None.
+    """
 
     modules: tuple[Module, ...]
     notes: tuple[str, ...] = ()
+    syncs_removed: dict[str, int] | None = None
+    syncs: tuple[HostSync, ...] | None = None
 
     def __str__(self) -> str:
         return "\n".join(text.lines(self))

@@ -28,9 +28,15 @@ from dit_graph.tape import Break, Reset, Tape, WholeCall
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 
-def explain(installs: Iterable[Any], notes: Iterable[str], time: bool) -> Explanation:
+def explain(
+    installs: Iterable[Any],
+    notes: Iterable[str],
+    time: bool,
+    syncs_removed: dict[str, int] | None = None,
+) -> Explanation:
     """What is recorded behind `installs`; `time` measures the steps that can be run again."""
-    return Explanation(tuple(_module(install, time) for install in installs), tuple(notes))
+    modules = tuple(_module(install, time) for install in installs)
+    return Explanation(modules, tuple(notes), syncs_removed)
 
 
 def _module(install: Any, time: bool) -> Module:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from dit_graph.report import syncs
+
 if TYPE_CHECKING:
     from dit_graph.explain.facts import (
         Bucket,
@@ -22,6 +24,12 @@ _MOST = 4
 
 def lines(explanation: "Explanation") -> Iterator[str]:
     yield from (f"! {note}" for note in explanation.notes)
+    if explanation.syncs_removed is not None:
+        yield syncs(explanation.syncs_removed)
+    if explanation.syncs is not None:
+        total = sum(sync.count for sync in explanation.syncs)
+        yield f"host syncs of a picture: {total or 'none'}"
+        yield from (f"  {sync.count}x at {sync.where}" for sync in explanation.syncs)
     for module in explanation.modules:
         yield from _module(module)
 

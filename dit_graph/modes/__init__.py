@@ -23,6 +23,10 @@ def parts(target: Any, config: GraphConfig) -> Parts:
         from dit_graph.modes.bodies import bodies  # transformers is slow to import
 
         return {name: (module, config) for name, module in bodies(target).items()}
+    if config.syncs and not hasattr(target, "scheduler"):
+        raise ConfigError(
+            f"remove_syncs needs a pipeline with a scheduler, got {type(target).__name__}"
+        )
     found = {name: (module, config) for name, module in denoisers(target).items()}
     return found | text_encoders(target, config) if config.text_encoders else found
 
@@ -35,12 +39,13 @@ def text_encoders(target: Any, config: GraphConfig) -> Parts:
         raise ConfigError(f"text_encoders=True needs a pipeline, got {type(target).__name__}")
     components: dict[str, Any] = cast(Any, target).components
     found: Parts = {}
+    plain = replace(config, text_encoders=False, remove_syncs=False)
     for name, encoder in components.items():
         if not name.startswith("text_encoder") or not isinstance(encoder, torch.nn.Module):
             continue
         try:
             (body,) = bodies(encoder).values()
-            found[name] = body, replace(config, mode="prefill", text_encoders=False)
+            found[name] = body, replace(plain, mode="prefill")
         except ConfigError:  # no LLM: pipelines pad its tokens themselves
-            found[name] = encoder, replace(config, text_encoders=False)
+            found[name] = encoder, plain
     return found

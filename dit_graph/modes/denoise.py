@@ -1,8 +1,8 @@
 """Denoising: which components repeat, when a picture begins, and how to warm up.
 
-Scheduler, callbacks, guidance and the progress bar stay eager and are not touched; the only thing
-put on the scheduler is an instance slot over `set_timesteps`, which marks a picture's start and
-says so to every pipeline that shares the scheduler.
+Scheduler, callbacks, guidance and the progress bar stay eager and are not touched; what is put on
+the scheduler is an instance slot over `set_timesteps`, which marks a picture's start and says so to
+every pipeline that shares the scheduler, and under `remove_syncs` those of `syncs.py`.
 """
 
 import copy
@@ -18,8 +18,10 @@ from typing import Any, cast
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 
+from dit_graph.config import Sync
 from dit_graph.errors import ConfigError
 from dit_graph.key import tensors_of
+from dit_graph.modes.syncs import DeviceTimesteps
 from dit_graph.slot import Slot
 
 _DENOISERS = ("transformer", "unet", "controlnet")
@@ -54,6 +56,8 @@ class TimestepsSlot(Slot):
         super().__init__(scheduler, "set_timesteps", self._begin)
         # weak: a scheduler may outlive a pipeline that used it
         self._listeners: weakref.WeakSet[Pictures] = weakref.WeakSet()
+        self._scheduler = scheduler
+        self.timesteps: DeviceTimesteps | None = None
 
     @classmethod
     def on(cls, scheduler: Any) -> "TimestepsSlot":
@@ -67,32 +71,52 @@ class TimestepsSlot(Slot):
 
     def add(self, listener: "Pictures") -> None:
         self._listeners.add(listener)
+        self._remove_syncs()
 
     def drop(self, listener: "Pictures") -> None:
         """The slot goes away with its last listener."""
         self._listeners.discard(listener)
+        self._remove_syncs()
         if not self._listeners:
             self.remove()
 
+    def _remove_syncs(self) -> None:
+        """Those that any listener wants removed; a shared scheduler has one loop at a time."""
+        wanted = {sync for listener in self._listeners for sync in listener.removes}
+        if self.timesteps is not None and self.timesteps.switches != wanted:
+            self.timesteps.remove()
+            self.timesteps = None
+        if wanted and self.timesteps is None:
+            self.timesteps = DeviceTimesteps(self._scheduler, wanted)
+
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
         watching = _has_callback(sys._getframe(1))
-        for listener in tuple(self._listeners):
+        listeners = tuple(self._listeners)
+        for listener in listeners:
             listener.watching = watching
             listener.begin()
-        return self.original(*args, **kwargs)
+        out = self.original(*args, **kwargs)
+        places = [on for listener in listeners if listener.removes and (on := listener.device())]
+        if self.timesteps is not None and places:
+            self.timesteps.place(places[0])
+        return out
 
 
 class Pictures:
     """Numbers the pictures that a target begins; None while nothing can say so.
 
     `watching` holds during a picture whose caller gave a step callback: it may change anything
-    between two steps. A number never comes twice, whichever target it is.
+    between two steps. A number never comes twice, whichever target it is. `removes` are the host
+    syncs to take out of the loop.
     """
 
     _numbers = count(1)
 
-    def __init__(self, target: Any, begun: Callable[[], None]) -> None:
+    def __init__(
+        self, target: Any, begun: Callable[[], None], removes: Sequence[Sync] = ()
+    ) -> None:
         self.watching = False
+        self.removes = removes
         self._target = weakref.ref(target)
         self._begun = begun
         self._number: int | None = None
@@ -114,6 +138,17 @@ class Pictures:
     @property
     def target_is_alive(self) -> bool:
         return self._target() is not None
+
+    @property
+    def syncs_removed(self) -> dict[str, int]:
+        """What was taken out of the loop of this scheduler, and how often."""
+        timesteps = None if self._slot is None else self._slot.timesteps
+        return {} if timesteps is None else dict(timesteps.removed)
+
+    def device(self) -> torch.device | None:
+        """Where the target's loop runs."""
+        on: torch.device | None = getattr(self._target(), "_execution_device", None)
+        return on
 
     def begin(self) -> None:
         """A picture begins now; what `handle.new_picture()` calls."""

@@ -1,0 +1,109 @@
+"""Host syncs of a denoising loop, taken out from outside of the classes: `remove_syncs`.
+
+A loop that waits for the device in every step leaves it idle while the host prepares the next one.
+Two causes lie in how timesteps are kept. A pipeline whose scheduler has them on the CPU uploads one
+a step, which waits; one that has them on the device makes the scheduler read them back to look
+something up. Here the model gets views of timesteps that lie on the device once, and the
+scheduler's methods get the host's value of the same timestep, in the same dtype.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+
+from dit_graph.config import Sync
+from dit_graph.slot import Slot
+
+_METHODS = ("step", "scale_model_input")
+
+
+class DeviceTimesteps:
+    """One scheduler's timesteps: on the device for the model, on the host for the scheduler.
+
+    Args:
+        scheduler: gets an instance slot over `step` and `scale_model_input`.
+        switches: `"timesteps"` puts them on the device after `set_timesteps`; `"step"` hands the
+            host's value to the scheduler's methods, which find `scheduler.timesteps` on the host
+            too, so that looking up an index reads nothing from the device.
+    """
+
+    def __init__(self, scheduler: Any, switches: Set[Sync]) -> None:
+        self._scheduler = scheduler
+        self.switches = switches
+        self._host: torch.Tensor | None = None  # (steps,)
+        self._device: torch.Tensor | None = None  # the same values
+        self._given: torch.Tensor | None = None  # what `set_timesteps` left
+        self._version = 0
+        self.removed: dict[str, int] = {}  # what was taken out → how often
+        self._slots = []
+        for name in _METHODS if "step" in switches else ():
+            if callable(getattr(scheduler, name, None)):
+                self._slots.append(_OnHost(scheduler, name, self))
+        for slot in self._slots:
+            slot.install()
+
+    def place(self, on: torch.device) -> None:
+        """After `set_timesteps`: have the timesteps on the device `on` and on the host."""
+        given = getattr(self._scheduler, "timesteps", None)
+        self._host = self._device = self._given = None
+        if not isinstance(given, torch.Tensor) or given.dim() != 1:
+            return
+        self._given, self._host = given, given.cpu()
+        self._device = given
+        if "timesteps" in self.switches and given.device != on:
+            self._device = given.to(on)
+            self._scheduler.timesteps = self._device
+            self._count("timesteps uploaded once a picture")
+        self._version = self._device._version
+
+    def host_value(self, argument: Any) -> Any:
+        """The host's view of a timestep that is a 0-dim view of ours; anything else as it is."""
+        ours = self._device
+        if not isinstance(argument, torch.Tensor) or argument.dim() or ours is None:
+            return argument
+        if argument.untyped_storage()._cdata != ours.untyped_storage()._cdata:
+            return argument
+        offset = argument.storage_offset() - ours.storage_offset()
+        assert self._host is not None
+        return self._host[offset // ours.stride(0)]
+
+    def call_on_host(self, slot: "_OnHost", args: Any, kwargs: Any) -> Any:
+        """Call a method of the scheduler's with timesteps on the host."""
+        on_device = self._device
+        if on_device is None or self._scheduler.timesteps is not on_device:
+            return slot.original(*args, **kwargs)
+        if on_device._version != self._version:  # somebody wrote into them
+            return slot.original(*args, **kwargs)
+        args = [self.host_value(value) for value in args]
+        kwargs = {name: self.host_value(value) for name, value in kwargs.items()}
+        self._scheduler.timesteps = self._host
+        try:
+            out = slot.original(*args, **kwargs)
+        finally:
+            if self._scheduler.timesteps is self._host:  # else the method made others
+                self._scheduler.timesteps = on_device
+        self._count(f"{slot.name} on the host's timestep")
+        return out
+
+    def _count(self, what: str) -> None:
+        self.removed[what] = self.removed.get(what, 0) + 1
+
+    def remove(self) -> None:
+        """Give methods and timesteps back."""
+        for slot in self._slots:
+            slot.remove()
+        if self._device is not None and self._scheduler.timesteps is self._device:
+            self._scheduler.timesteps = self._given
+
+
+class _OnHost(Slot):
+    """A scheduler's method that gets its timestep on the host."""
+
+    def __init__(self, scheduler: Any, name: str, timesteps: DeviceTimesteps) -> None:
+        super().__init__(scheduler, name, self._on_host)
+        self.name = name
+        self._timesteps = timesteps
+
+    def _on_host(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timesteps.call_on_host(self, args, kwargs)

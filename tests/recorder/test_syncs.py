@@ -1,0 +1,3 @@
+"""`remove_syncs` on the recorder."""
+
+from tests.syncs import *  # noqa: F403

@@ -1,0 +1,200 @@
+"""`remove_syncs`: the same pictures, on every device; on CUDA also fewer waits in the loop."""
+
+import inspect
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import DDIMScheduler, DiTPipeline, SchedulerMixin
+
+import dit_graph
+from tests.families import FAMILIES
+from tests.pair import Machine
+from tests.recorder.test_denoise import draw, flux_pipeline
+
+BOTH = ("timesteps", "step")
+STEPS = 6
+
+
+def dit(machine: Machine) -> Any:
+    """Its scheduler has the timesteps on the CPU."""
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(block_out_channels=(4,), latent_channels=4, norm_num_groups=1)
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2,
+        sample_size=8, num_embeds_ada_norm=1000,
+    )  # fmt: skip
+    pipe = DiTPipeline(transformer.eval(), vae.eval(), DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(machine.on)
+
+
+def dit_picture(pipe: Any, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    labels = [seed % 4]
+    out = pipe(labels, num_inference_steps=STEPS, generator=generator, output_type="pt")
+    image: torch.Tensor = out.images
+    return image
+
+
+@pytest.mark.parametrize("removed", [True, ("timesteps",), ("step",), False], ids=str)
+def test_pictures_stay_the_same(machine: Machine, removed: Any) -> None:
+    pipe, eager = dit(machine), dit(machine)
+    handle = dit_graph.enable(pipe, device=machine.device, remove_syncs=removed)
+    for seed in range(4):
+        assert torch.equal(dit_picture(pipe, seed), dit_picture(eager, seed))
+    handle.disable()
+    assert {"step", "set_timesteps", "scale_model_input"} & pipe.scheduler.__dict__.keys() == set()
+    assert pipe.scheduler.timesteps.device.type == "cpu"
+    assert torch.equal(dit_picture(pipe, 9), dit_picture(eager, 9))
+
+
+def test_the_report_and_the_map_say_what_was_removed(machine: Machine) -> None:
+    pipe = dit(machine)
+    with dit_graph.enable(pipe, device=machine.device, remove_syncs=True) as handle:
+        assert "host syncs removed: none so far" in handle.report()
+        dit_picture(pipe)
+        removed = handle.explain().syncs_removed
+        assert removed is not None and removed["step on the host's timestep"] == STEPS
+        uploaded = "timesteps uploaded once a picture"
+        assert removed.get(uploaded, 0) == (1 if machine.on != "cpu" else 0)
+        said = "step on the host's timestep (6x)"
+        assert said in handle.report() and said in str(handle.explain())
+    other = dit(machine)
+    with dit_graph.enable(other, device=machine.device) as handle:
+        assert handle.explain().syncs_removed is None and "host syncs" not in handle.report()
+
+
+def test_each_method_gets_the_hosts_timestep(machine: Machine) -> None:
+    """And the model the device's; what is no view of the timesteps stays as it is."""
+    pipe = dit(machine)
+    seen: dict[str, list[Any]] = {"step": [], "model": []}
+    real = DDIMScheduler.step
+
+    def step(output: Any, timestep: Any, sample: Any, **more: Any) -> Any:
+        seen["step"].append((timestep, pipe.scheduler.timesteps))
+        return real(pipe.scheduler, output, timestep, sample, **more)
+
+    pipe.scheduler.step = step
+    handle = dit_graph.enable(pipe, device=machine.device, remove_syncs=True)
+    pipe.transformer.register_forward_pre_hook(
+        lambda m, args, kwargs: seen["model"].append(kwargs["timestep"]), with_kwargs=True
+    )
+    dit_picture(pipe)
+    assert [int(t) for t, _ in seen["step"]] == [int(t[0]) for t in seen["model"]]
+    assert all(t.device.type == all_.device.type == "cpu" for t, all_ in seen["step"])
+    assert all(t.device.type == torch.device(machine.on).type for t in seen["model"])
+    handle.disable()
+    assert pipe.scheduler.step is step, "what was there before is back"
+
+
+def test_timesteps_that_somebody_writes_into_are_left_alone(machine: Machine) -> None:
+    pipe = dit(machine)
+    handle = dit_graph.enable(pipe, device=machine.device, remove_syncs=True)
+    scheduler = pipe.scheduler
+    scheduler.set_timesteps(4)
+    scheduler.timesteps.sub_(1)
+    x = torch.randn(1, 4, 8, 8).to(machine.on)
+    expected_scheduler = DDIMScheduler()
+    expected_scheduler.set_timesteps(4)
+    expected_scheduler.timesteps.sub_(1)
+    for t, other in zip(scheduler.timesteps, expected_scheduler.timesteps):
+        out, expected = scheduler.step(x, t, x), expected_scheduler.step(x, other, x)
+        assert torch.equal(out.prev_sample, expected.prev_sample)
+    handle.disable()
+
+
+def test_pipelines_that_share_a_scheduler(machine: Machine) -> None:
+    """The last one that asked for it takes it away."""
+    first = flux_pipeline().to(machine.on)
+    second = diffusers.FluxPipeline.from_pipe(first)
+    second.set_progress_bar_config(disable=True)
+    eager = flux_pipeline().to(machine.on)
+    a = dit_graph.enable(first, device=machine.device, remove_syncs=True)
+    b = dit_graph.enable(second, device=machine.device, remove_syncs=True)
+    for seed, pipe in enumerate([first, second, first]):
+        assert torch.equal(draw(pipe, seed), draw(eager, seed))
+    a.disable()
+    assert "step" in first.scheduler.__dict__ and torch.equal(draw(second, 5), draw(eager, 5))
+    b.disable()
+    assert "step" not in first.scheduler.__dict__
+
+
+def test_a_scheduler_that_is_replaced(machine: Machine) -> None:
+    pipe, eager = flux_pipeline().to(machine.on), flux_pipeline().to(machine.on)
+    handle = dit_graph.enable(pipe, device=machine.device, remove_syncs=True)
+    draw(pipe)
+    old = pipe.scheduler
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=2.0)
+    eager.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=2.0)
+    for seed in range(3):
+        assert torch.equal(draw(pipe, seed), draw(eager, seed))
+    assert "step" not in old.__dict__ and "step" in pipe.scheduler.__dict__
+    handle.disable()
+    assert "step" not in pipe.scheduler.__dict__
+
+
+@pytest.mark.parametrize("given", ["step", ("begin",), 1, None, ("timesteps", 3)], ids=str)
+def test_wrong_names_are_an_error(machine: Machine, given: Any) -> None:
+    with pytest.raises(dit_graph.ConfigError, match="remove_syncs must be True, False or of"):
+        dit_graph.enable(dit(machine), device=machine.device, remove_syncs=given)
+
+
+def test_a_module_has_no_loop(machine: Machine) -> None:
+    module = FAMILIES["dit"].build().to(machine.on)
+    with pytest.raises(dit_graph.ConfigError, match="needs a pipeline with a scheduler"):
+        dit_graph.enable(module, device=machine.device, remove_syncs=True)
+
+
+def schedulers() -> list[str]:
+    """All of diffusers' that a plain loop can run."""
+    found = []
+    for name in sorted(dir(diffusers)):
+        made = getattr(diffusers, name, None) if name.endswith("Scheduler") else None
+        if isinstance(made, type) and issubclass(made, SchedulerMixin) and "Flax" not in name:
+            try:
+                steps(made(), "cpu", lambda scheduler: None)
+                found.append(name)
+            except Exception:  # it needs something of its own
+                continue
+    return found
+
+
+def steps(scheduler: Any, on: str, after_set: Any) -> torch.Tensor:
+    """A denoising loop without a model, as pipelines have it."""
+    torch.manual_seed(0)
+    takes = inspect.signature(scheduler.set_timesteps).parameters
+    scheduler.set_timesteps(STEPS, **({"device": on} if "device" in takes else {}))
+    after_set(scheduler)
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(1, 4, 8, 8, generator=generator).to(on)
+    for t in scheduler.timesteps:
+        given = sample
+        if hasattr(scheduler, "scale_model_input"):
+            given = scheduler.scale_model_input(sample, t)
+        sample = scheduler.step(given.sin(), t, sample).prev_sample
+    return sample
+
+
+ALL = schedulers()
+
+
+def test_most_schedulers_are_looked_at() -> None:
+    assert len(ALL) >= 25 and {"DDIMScheduler", "FlowMatchEulerDiscreteScheduler"} <= set(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_scheduler_gives_the_same_bits(machine: Machine, name: str) -> None:
+    from dit_graph.modes.syncs import DeviceTimesteps
+
+    made = getattr(diffusers, name)
+    scheduler = made()
+    timesteps = DeviceTimesteps(scheduler, set(BOTH))  # type: ignore[arg-type]
+    for _ in range(2):
+        out = steps(scheduler, machine.on, lambda s: timesteps.place(torch.device(machine.on)))
+        assert torch.equal(out, steps(made(), machine.on, lambda scheduler: None))
+    timesteps.remove()
+    assert torch.equal(
+        steps(scheduler, machine.on, lambda s: None), steps(made(), machine.on, lambda s: None)
+    )
