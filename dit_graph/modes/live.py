@@ -118,7 +118,10 @@ def attention(
         real = attention_named(call.attention, module)
         mask = None if attention_mask.shape[2] == 1 else attention_mask  # else a stand-in for None
         return real(module, query, key, value, mask, **kwargs)[0], None
-    return _live_attention(module, query, key, value, attention_mask, **kwargs), None
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch, length, heads, value.shape[3])  # the segment's own memory
+    _live_attention(module, query, key, value, attention_mask, out, **kwargs)
+    return out, None
 
 
 @eager_on_graph(pure=True, reason="attention and KV cache on live tokens")
@@ -128,21 +131,28 @@ def _live_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    out: torch.Tensor,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> None:
+    """Writes attention on live tokens into `out` (batch, padded tokens, heads, head), zero after
+    them: one copy, where a result would be padded first and copied to its place then."""
     call = _local.call
     assert call is not None
-    query, key, value = (t[:, :, : call.tokens] for t in (query, key, value))
-    if isinstance(kwargs.get("position_ids"), torch.Tensor):  # some tell packed prompts by them
-        kwargs["position_ids"] = kwargs["position_ids"][..., : call.tokens]
+    if call.tokens < call.length:
+        query, key, value = (t[:, :, : call.tokens] for t in (query, key, value))
+        if isinstance(kwargs.get("position_ids"), torch.Tensor):  # some tell packed prompts by them
+            kwargs["position_ids"] = kwargs["position_ids"][..., : call.tokens]
     if call.cache is not None:
         layer = module.layer_idx
         if layer not in call.kept:
             call.kept[layer] = call.cache.update(key, value, layer)
         key, value = call.kept[layer]
     mask = None if attention_mask is None else call.masks[attention_mask.shape[-1] - 1]
-    out = attention_named(call.attention, module)(module, query, key, value, mask, **kwargs)[0]
-    return padded(out, 1, call.length)
+    found = attention_named(call.attention, module)(module, query, key, value, mask, **kwargs)[0]
+    if call.tokens < call.length:
+        out[:, call.tokens :] = 0
+        out = out[:, : call.tokens]
+    out.copy_(found)
 
 
 def attention_named(name: str, module: torch.nn.Module) -> Callable[..., Any]:
