@@ -6,7 +6,7 @@ What can be said from a pipeline's class or folder is said before anything is lo
 import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,18 @@ def _spelt(size: Size) -> str:
     return f"{size.get('width', '?')}x{size.get('height', '?')}"
 
 
+def taken_by(cls: type) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a pipeline's call by name."""
+    return inspect.signature(cls.__call__).parameters
+
+
 def arguments(cls: type, options: Options) -> dict[str, Any]:
     """What every call of a pipeline of this class gets beside prompt, size and generators.
 
     Raises:
         UsageError: the class does not take what was asked for.
     """
-    taken = inspect.signature(cls.__call__).parameters
+    taken = taken_by(cls)
     given: dict[str, Any] = {
         "negative_prompt": options.negative_prompt,
         "num_inference_steps": options.steps,
@@ -120,7 +125,7 @@ def arguments(cls: type, options: Options) -> dict[str, Any]:
 
 
 def _check_taken(cls: type, options: Options, given: Iterable[str]) -> None:
-    taken = inspect.signature(cls.__call__).parameters
+    taken = taken_by(cls)
     sides = {name for size in (*options.sizes, *options.warmup_sizes) for name in size}
     always = ("prompt", "generator") if options.draws else ("prompt",) * bool(options.prompts)
     for name in (*always, *given, *sorted(sides)):
@@ -133,7 +138,7 @@ def _check_taken(cls: type, options: Options, given: Iterable[str]) -> None:
 
 def _more(cls: type, options: Options) -> dict[str, Any]:
     """The arguments of `--pipeline-kwargs`, once the class takes them."""
-    taken = inspect.signature(cls.__call__).parameters
+    taken = taken_by(cls)
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     for name in options.pipeline_kwargs:
         if name in options.spelling:
@@ -147,7 +152,7 @@ def _more(cls: type, options: Options) -> dict[str, Any]:
 
 def effective(cls: type, call: dict[str, Any], name: str) -> Any:
     """The value that argument `name` has in a call: the given one or the default."""
-    parameter = inspect.signature(cls.__call__).parameters.get(name)
+    parameter = taken_by(cls).get(name)
     default = None if parameter is None else parameter.default
     return call.get(name, None if default is inspect.Parameter.empty else default)
 

@@ -109,7 +109,7 @@ def prompts(given: argparse.Namespace, wanted: str, example: str) -> tuple[str, 
     """The prompts of all options; errors ask for what is `wanted` and give an `example`."""
     found = [*given.positional, *given.prompt]
     if given.prompt_file is not None:
-        found += _lines(given.prompt_file.expanduser())
+        found += lines_of(given.prompt_file.expanduser())
     if not found:
         raise UsageError(f"no prompt; {wanted}, for example: {example}")
     for number, prompt in enumerate(found, 1):
@@ -119,7 +119,8 @@ def prompts(given: argparse.Namespace, wanted: str, example: str) -> tuple[str, 
     return tuple(found)
 
 
-def _lines(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
+    """The prompts of a file, one a line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

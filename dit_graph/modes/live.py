@@ -110,8 +110,8 @@ def attention(
     call = _local.call
     if call is None:  # another thread, while a recording has the config
         real = attention_named(name_of(module.config), module)
-        out: tuple[torch.Tensor, None] = real(module, query, key, value, attention_mask, **kwargs)
-        return out
+        plain: tuple[torch.Tensor, None] = real(module, query, key, value, attention_mask, **kwargs)
+        return plain
     if call.in_graph:
         if call.cache is not None:
             call.kept[module.layer_idx] = key, value

@@ -1,0 +1,45 @@
+"""A record as a chart: time a step by scenario, one bar a variant."""
+
+from pathlib import Path
+from typing import Any
+
+from dit_graph.explain.plot import empty_figure
+
+_COLOURS = ("#8c8c8c", "#2a6fbb", "#e07b00", "#6a994e", "#9b5de5", "#c1121f")
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write a PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    rows = result["rows"]
+    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    figure = empty_figure()
+    figure.set_size_inches(9, 1.2 + 0.28 * len(rows) + 0.3 * len(scenarios))
+    axes = figure.add_subplot()
+    place, ticks = 0.0, []
+    for scenario in scenarios:
+        mine = [row for row in rows if row["scenario"] == scenario]
+        ticks.append((place + (len(mine) - 1) / 2, scenario))
+        for row in mine:
+            colour = _COLOURS[modes.index(row["mode"]) % len(_COLOURS)]
+            label = row["mode"] if scenario == scenarios[0] else None
+            axes.barh(place, row["step_ms_p50"], color=colour, label=label)
+            gain = mine[0]["time_s"] / row["time_s"]
+            text = f" {row['step_ms_p50']:.4g} ms" + (
+                f", {gain:.2f}x" if row is not mine[0] else ""
+            )
+            axes.text(row["step_ms_p50"], place, text, va="center", fontsize=8)
+            place += 1
+        place += 0.7
+    axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a step, wall clock, median")
+    axes.set_title(result["machine"]["gpu"] or f"no GPU: {result['machine']['cpu']}", fontsize=9)
+    axes.margins(x=0.18)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, format="png", dpi=110)

@@ -1,0 +1,174 @@
+"""Times of variants that take turns in one process, what the device did meanwhile, and equality.
+
+Host and device clock both: an eager model is bound by the host, and a replay is not.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+
+from dit_graph.bench.variants import EAGER, Call, Front
+
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+WARM = 4  # calls before times count: cold, capture, the compared replay, the gate's eager call
+
+
+@dataclass
+class Times:
+    """Of one variant, in seconds a call: wall clock, and between two events on the device."""
+
+    first: float = 0.0
+    wall: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one call did on the device: seconds in which it ran kernels, and counts."""
+
+    busy: float
+    kernels: int
+    launches: int
+
+
+class Clock:
+    """Times a call; on a CUDA device with it idle before and after."""
+
+    def __init__(self, on: torch.device) -> None:
+        self.on = on
+        self.cuda = on.type == "cuda"
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.on)
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Any, float, float | None]:
+        """Its result, the wall clock's seconds, and the device's, None without one."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
+        self.wait()
+        began = time.perf_counter()
+        if events:
+            events[0].record()
+        out = run()
+        if events:
+            events[1].record()
+        self.wait()
+        wall = time.perf_counter() - began
+        return out, wall, events[0].elapsed_time(events[1]) / 1e3 if events else None
+
+
+def measured(
+    fronts: Sequence[Front], call: Call, clock: Clock, rounds: int, said: Callable[[str], None]
+) -> tuple[dict[str, Times], dict[str, bool], dict[str, str]]:
+    """Call every front in turn, A B B A, `rounds` times.
+
+    Returns:
+        times by variant; whether the result had the first one's bits; why a variant failed.
+    """
+    times: dict[str, Times] = {}
+    outs: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+
+    def run(front: Front) -> tuple[Any, float, float | None]:
+        said(front.variant)
+        front.before_call()
+        return clock(lambda: call(front))
+
+    for front in fronts:
+        times[front.variant] = taken = Times()
+        try:
+            _, taken.first, _ = run(front)
+            for _ in range(WARM - 1):
+                outs[front.variant], _, _ = run(front)
+        except Exception as error:  # a compiler may fail on a model; the others go on
+            failed[front.variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    going = [front for front in fronts if front.variant not in failed]
+    for turn in range(rounds):
+        for front in going if turn % 2 == 0 else going[::-1]:
+            outs[front.variant], wall, device = run(front)
+            times[front.variant].wall.append(wall)
+            if device is not None:
+                times[front.variant].device.append(device)
+    expected = outs.get(fronts[0].variant)
+    equal = {name: _same(out, expected) for name, out in outs.items()}
+    return {f.variant: times[f.variant] for f in going}, equal, failed
+
+
+def _same(out: Any, expected: Any) -> bool:
+    pairs = list(zip(pytree.tree_leaves(out), pytree.tree_leaves(expected), strict=True))
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def finite(out: Any) -> bool:
+    """Whether a result is numbers throughout, and not all the same one."""
+    leaves = [t.float() for t in pytree.tree_leaves(out)]
+    return all(bool(t.isfinite().all()) and float(t.std()) > 0 for t in leaves)
+
+
+def activity(front: Front, call: Call, clock: Clock) -> Activity | None:
+    """What one call does on the device, from the profiler; None without a device."""
+    if not clock.cuda:
+        return None
+    clock.wait()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        front.before_call()
+        call(front)
+        clock.wait()
+    events = profiled.events() or []
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if "CUDA" in str(event.device_type)
+    ]
+    launches = sum(event.name.startswith(_LAUNCHES) for event in events)
+    return Activity(covered(spans) / 1e6, len(spans), launches)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of spans: kernels on two streams run at the same time."""
+    total, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie, interpolated between neighbours."""
+    if len(values) == 1:
+        return values[0]
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return cuts[round(share * 100) - 1]
+
+
+def break_even(setup: float, steady: float, eager_setup: float, eager_steady: float) -> int | None:
+    """The picture from which on a variant has taken less time in all than eager.
+
+    Args:
+        setup, eager_setup: seconds that the first picture takes longer than later ones.
+        steady, eager_steady: seconds of a later picture.
+
+    Returns:
+        its number, from 1; None where it never comes.
+    """
+    if setup <= eager_setup and steady <= eager_steady:
+        return 1
+    if steady >= eager_steady:
+        return None
+    return max(1, math.floor((setup - eager_setup) / (eager_steady - steady)) + 1)
+
+
+def eager_first(names: Sequence[str]) -> list[str]:
+    """The variants in order, eager first: the others are compared with it."""
+    return [EAGER, *(name for name in dict.fromkeys(names) if name != EAGER)]

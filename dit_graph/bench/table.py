@@ -1,0 +1,50 @@
+"""A record as a Markdown table."""
+
+from collections.abc import Callable
+from typing import Any
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("mode", "mode", str),
+    ("images_per_s", "images/s", lambda v: f"{v:.3g}"),
+    ("time_s", "time s", lambda v: f"{v:.4g}"),
+    ("step_ms_p50", "ms a step p50", lambda v: f"{v:.4g}"),
+    ("step_ms_p95", "p95", lambda v: f"{v:.4g}"),
+    ("gpu_busy", "GPU busy", lambda v: f"{v:.0%}"),
+    ("kernels_per_step", "kernels", lambda v: f"{v:.0f}"),
+    ("launches_per_step", "launches", lambda v: f"{v:.0f}"),
+    ("set_up_s", "set-up s", lambda v: f"{v:.3g}"),
+    ("mem_GB", "mem GB", lambda v: f"{v:.3g}"),
+    ("graph_MiB", "graph MiB", lambda v: f"{v:.0f}"),
+    ("equal", "equal", lambda v: "yes" if v else "no"),
+    ("break_even_images", "pays from picture", str),
+)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The machine in one line, a table a scenario, and what was not measured."""
+    lines = [_machine(result["machine"]), ""]
+    rows = result["rows"]
+    columns = [c for c in _COLUMNS if any(row[c[0]] is not None for row in rows)]
+    for scenario in dict.fromkeys(row["scenario"] for row in rows):
+        mine = [row for row in rows if row["scenario"] == scenario]
+        lines += [f"**{scenario}** ({mine[0]['model_cls']}, {mine[0]['num_params_B']:.3g} B)", ""]
+        lines.append("| " + " | ".join(title for _, title, _ in columns) + " |")
+        lines.append("|" + " --- |" * len(columns))
+        for row in mine:
+            cells = [_cell(row, name, shown) for name, _, shown in columns]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    lines += [f"* {note}" for note in result["notes"]]
+    return "\n".join(lines).rstrip()
+
+
+def _cell(row: dict[str, Any], name: str, shown: Callable[[Any], str]) -> str:
+    value = row[name]
+    if value is not None:
+        return shown(value)
+    return "never" if name == "break_even_images" and row["mode"] != "eager" else "-"
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    known = [f"{name} {value}" for name, value in machine.items() if value and name != "gpu"]
+    return ", ".join([machine["gpu"] or "no GPU", *known])

@@ -1,0 +1,84 @@
+"""The ways to run a model that are compared, each on a front of its own over shared weights."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import dit_graph
+
+EAGER = "eager"
+GRAPHS = ("full", "breakable")
+COMPILED = ("reduce-overhead", "regional", "max-autotune")
+VARIANTS = (EAGER, *GRAPHS, *COMPILED)
+
+
+@dataclass
+class Front:
+    """A model as one variant runs it.
+
+    `target` is the pipeline or causal LM to call. `handle` is dit_graph's, None for the others.
+    """
+
+    variant: str
+    target: Any
+    handle: Any = None
+
+    def release(self) -> None:
+        if self.handle is not None:
+            self.handle.disable()
+        if self.variant in COMPILED:
+            torch.compiler.reset()
+
+    def before_call(self) -> None:
+        if self.variant == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+
+
+def twin(module: torch.nn.Module) -> torch.nn.Module:
+    """The same module tree again over the same parameters and buffers."""
+    shared = itertools.chain(module.parameters(), module.buffers())
+    return copy.deepcopy(module, {id(t): t for t in shared})
+
+
+def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
+    """`model` under a variant; `enable` has the options of dit_graph's.
+
+    A pipeline gets a transformer and a scheduler of its own, a causal LM itself again.
+    """
+    if isinstance(model, torch.nn.Module):
+        target: Any = twin(model)
+        transformer: Any = target
+        mode: dict[str, Any] = {"mode": "prefill"}
+    else:
+        target = copy.copy(model)
+        name = "transformer" if getattr(model, "transformer", None) is not None else "unet"
+        transformer, mode = twin(getattr(model, name)), {}
+        setattr(target, name, transformer)
+        target.scheduler = copy.deepcopy(model.scheduler)
+    made = Front(variant, target)
+    if variant in GRAPHS:
+        made.handle = dit_graph.enable(target, backend=variant, **mode, **enable)
+    elif variant == "regional":
+        transformer.compile_repeated_blocks(fullgraph=True)
+    elif variant in COMPILED:
+        transformer.compile(mode=variant)
+    return made
+
+
+def impossible(variant: str, on_cuda: bool, what: str, options: dict[str, Any]) -> str:
+    """Why a variant cannot be measured here, or an empty string."""
+    if variant in COMPILED and not on_cuda:
+        return f"{variant} needs a CUDA device"
+    if variant == "regional" and what == "prefill":
+        return "regional compiles the blocks of a diffusers model"
+    if options.get("remove_syncs") and what == "prefill":
+        return "--remove-syncs is about a denoising loop"
+    return ""
+
+
+Call = Callable[[Front], Any]
+"""What is timed: one picture, one step or one prefill; its tensors are compared."""

@@ -1,0 +1,221 @@
+"""The options of `python -m dit_graph.bench`; what is wrong on its face is a `UsageError`.
+
+Owns the command's `main` too; what is measured and how is in `dit_graph/bench/`.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
+from dit_graph.bench.variants import VARIANTS
+from dit_graph.cli.errors import UsageError, exit_code, one_line
+from dit_graph.cli.options import Options, device_or, lines_of
+from dit_graph.cli.parser import DTYPES, Parser, Size, dtype, json_object, size, whole
+from dit_graph.errors import ConfigError
+
+WHATS = ("picture", "step", "prefill")
+_STEPS = 20
+_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_COMPARE = ("eager", "full", "breakable")
+_EXAMPLES = """\
+examples:
+  python -m dit_graph.bench
+  python -m dit_graph.bench --model flux-dev --sizes 512,1024 --compare eager,breakable
+  python -m dit_graph.bench --model OWNER/NAME --prompt-file prompts.txt --batch 1,4 --output run
+  python -m dit_graph.bench --what prefill --model qwen3-0.6b --tokens 16,128,1024
+"""
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """What was asked for. `images` are pictures that each variant draws once it is warm."""
+
+    spelling: ClassVar[Mapping[str, str]] = {
+        **Options.spelling, "height": "--sizes", "width": "--sizes", "prompt": "--prompt",
+    }  # fmt: skip
+    draws: ClassVar[bool] = False
+
+    what: str
+    batches: tuple[int, ...]
+    tokens: tuple[int, ...]
+    compare: tuple[str, ...]
+    images: int
+    latent: bool
+    remove_syncs: bool
+    set_up: str
+    chart: Path | None
+    alone: str | None
+    scenario: str | None
+
+    @property
+    def enable(self) -> dict[str, Any]:
+        """The options of `dit_graph.enable`."""
+        device = "recorder" if self.device == "recorder" else "auto"
+        syncs = {"remove_syncs": True} if self.remove_syncs else {}
+        return {"device": device, **syncs}
+
+
+def parser() -> Parser:
+    """The parser; what it refuses is a UsageError."""
+    built = Parser(
+        prog="python -m dit_graph.bench",
+        description="Time a model with and without graphs, in turns and in one process, compare "
+        "the bits, and say from which picture on it pays. Without --model the embedded one draws.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_what(built.add_argument_group("what to time"))
+    _add_how(built.add_argument_group("how"))
+    _add_results(built.add_argument_group("results"))
+    return built
+
+
+def _add_what(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    names = ", ".join([*SHAPES, *LANGUAGE_MODELS])
+    add("--model", metavar="MODEL",
+        help=f"a folder, a hub id, or random weights of a real size: {names}")  # fmt: skip
+    add("--what", choices=WHATS, default="picture",
+        help="a picture, one denoising step, or an LLM's prefill (default picture)")  # fmt: skip
+    add("--sizes", type=_sizes, default=(), metavar="N|WxH[,..]", help="pixels")
+    add("--tokens", type=_wholes, default=_TOKENS, metavar="N[,N]",
+        help="prompt lengths of prefill (default 16 to 2048)")  # fmt: skip
+    add("--batch", type=_wholes, default=(1,), metavar="N[,N]",
+        help="pictures a call (default 1)")  # fmt: skip
+    add("--steps", type=whole(1), default=_STEPS, metavar="N", help=f"(default {_STEPS})")
+    add("--prompt", nargs="+", action="extend", default=[], metavar="PROMPT", help="what to draw")
+    add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line")
+    add("--pipeline-kwargs", type=json_object, default={}, metavar="JSON",
+        help="an object with more arguments of the pipeline's call")  # fmt: skip
+    add("--latent", action="store_true", help="leave the VAE out: output_type=latent")
+
+
+def _add_how(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--compare", type=_variants, default=_COMPARE, metavar="NAME[,NAME]",
+        help=f"of {', '.join(VARIANTS)} (default {','.join(_COMPARE)})")  # fmt: skip
+    add("--images", type=whole(1), default=8, metavar="N",
+        help="pictures (calls for a step or a prefill) that each variant is timed on; "
+        "with several processes of all of them (default 8)")  # fmt: skip
+    add("--remove-syncs", action="store_true", help="enable(remove_syncs=True) for the graphs")
+    add("--set-up", choices=("fresh", "here"), default="fresh",
+        help="take the set-up time in a fresh process a variant, or in this one, where kernels "
+        "are warm already (default fresh)")  # fmt: skip
+    add("--dtype", type=dtype, metavar="TYPE",
+        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
+    add("--device", choices=("cuda", "cpu", "recorder"),
+        help="(default cuda where there is one, else recorder)")  # fmt: skip
+    add("--set-up-of", choices=VARIANTS, dest="alone", help=argparse.SUPPRESS)
+    add("--set-up-scenario", dest="scenario", help=argparse.SUPPRESS)
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--output", type=Path, metavar="NAME", help="also write NAME.md, NAME.json and NAME.png")
+    add("--chart", type=Path, metavar="FILE.png", help="also draw a chart")
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _sizes(text: str) -> tuple[Size, ...]:
+    return tuple(size(f"{part}x{part}" if part.isdecimal() else part) for part in _listed(text))
+
+
+def _wholes(text: str) -> tuple[int, ...]:
+    return tuple(whole(1)(part) for part in _listed(text))
+
+
+def _variants(text: str) -> tuple[str, ...]:
+    names = _listed(text)
+    if unknown := [name for name in names if name not in VARIANTS]:
+        known = ", ".join(VARIANTS)
+        raise argparse.ArgumentTypeError(f"knows no {unknown[0]!r}; known: {known}")
+    return tuple(names)
+
+
+def parse(argv: Sequence[str] | None) -> BenchOptions:
+    """The options of a command line.
+
+    Raises:
+        UsageError: an option has a value that cannot work, or two contradict each other.
+    """
+    given = parser().parse_args(argv)
+    device = device_or(given.device, "recorder")
+    prompts = [*given.prompt, *(lines_of(given.prompt_file) if given.prompt_file else [])]
+    named = given.model in SHAPES or given.model in LANGUAGE_MODELS
+    if prompts and (named or given.what == "prefill"):
+        raise UsageError("random weights and prefill take no prompt; leave --prompt out")
+    if (given.what == "prefill") != (given.model in LANGUAGE_MODELS) and named:
+        raise UsageError(f"--model {given.model}: is not for --what {given.what}")
+    if given.what == "prefill" and (given.sizes or given.remove_syncs or given.latent):
+        raise UsageError("--sizes, --latent and --remove-syncs are about pictures, not prefill")
+    if given.chart is not None or given.output is not None:
+        _check_results(given.chart, given.output)
+    return BenchOptions(
+        prompts=tuple(prompts or ["a fox"]),
+        negative_prompt=None,
+        sizes=given.sizes,
+        steps=given.steps,
+        guidance_scale=None,
+        seed=0,
+        count=1,
+        model=given.model,
+        dtype=given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
+        loras=(),
+        device=device,
+        backend="breakable",
+        graph=True,
+        warmup_sizes=(),
+        output=given.output or Path(),
+        report="text",
+        pipeline_kwargs=given.pipeline_kwargs,
+        what=given.what,
+        batches=given.batch,
+        tokens=given.tokens,
+        compare=given.compare,
+        images=given.images,
+        latent=given.latent,
+        remove_syncs=given.remove_syncs,
+        set_up=given.set_up,
+        chart=given.chart,
+        alone=given.alone,
+        scenario=given.scenario,
+    )
+
+
+def _check_results(chart: Path | None, output: Path | None) -> None:
+    """Whether a chart can be drawn at all, and results go there."""
+    from dit_graph.explain.plot import empty_figure
+
+    if chart is not None and chart.suffix.lower() != ".png":
+        raise UsageError(f"--chart {chart}: is no .png file; give a name that ends in .png")
+    for option, path in (("--chart", chart), ("--output", output)):
+        if path is not None and not (
+            path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
+        ):
+            raise UsageError(f"{option} {path}: nothing can be written in {path.parent}")
+    if chart is not None:
+        try:
+            empty_figure()
+        except ConfigError as error:
+            raise UsageError(f"--chart: {one_line(error)}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`.
+
+    Returns:
+        0, 2 after an error that was told in one line, 130 when interrupted.
+    """
+    from dit_graph.bench.run import run
+
+    return exit_code("bench", lambda: run(parse(argv), argv))
