@@ -1,28 +1,52 @@
-"""What the recipes share: their command line, drawing, saving, and random weights to try with."""
+"""What the recipes share: their command line, drawing with and without graphs, tiny models."""
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 
 import dit_graph
 
+SMALL = {"height": 32, "width": 32, "num_inference_steps": 4}
 
-def arguments(about: str | None, model: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of a recipe whose default model is `model`."""
+
+def arguments(
+    about: str | None, model: str, prompt: str, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """The command line of a recipe whose defaults are `model` and `prompt`."""
     parser = argparse.ArgumentParser(description=about)
     add = parser.add_argument
-    add("prompt", nargs="?", default="a fox")
+    add("prompt", nargs="?", default=prompt, help="what to draw (default %(default)s)")
     add("--model", default=model, help="folder or hub id (default %(default)s)")
-    add("--tiny", action="store_true", help="random weights on the CPU, no download")
+    add("--tiny", action="store_true", help="random weights, no download; PROMPT is not read")
+    add("--device", choices=("cuda", "cpu", "recorder"),
+        help="cuda; recorder, which records on the CPU; or cpu, which records nothing (default "
+        "cuda where there is one, else recorder with --tiny and cpu without)")  # fmt: skip
     add("--backend", choices=("breakable", "full", "debug", "eager"), default="breakable")
-    add("--pictures", type=int, default=2)
-    add("--seed", type=int, default=0)
-    add("--output", type=Path, default=Path("out"), help="folder (default out)")
-    return parser.parse_args(argv)
+    add("--remove-syncs", action="store_true", help="take host syncs out of the loop as well")
+    add("--pictures", type=int, default=3, help="a seed each (default %(default)s)")
+    add("--seed", type=int, default=0, help="of the first picture (default %(default)s)")
+    add("--output", type=Path, default=Path("out"), help="folder (default %(default)s)")
+    args = parser.parse_args(argv)
+    if args.pictures < 1:
+        parser.error(f"--pictures {args.pictures}: draws nothing; give 1 or more")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; use cpu or recorder")
+    if args.device is None:
+        elsewhere = "recorder" if args.tiny else "cpu"
+        args.device = "cuda" if torch.cuda.is_available() else elsewhere
+    return args
+
+
+def from_pretrained(model: str) -> Any:
+    """The pipeline in the half precision that it is made for."""
+    return DiffusionPipeline.from_pretrained(model, dtype=torch.bfloat16)
 
 
 def run(
@@ -31,34 +55,87 @@ def run(
     options: dict[str, Any],
     tiny: Callable[[], tuple[Any, dict[str, Any]]],
     argv: Sequence[str] | None,
+    *,
+    prompt: str = "a fox",
+    load: Callable[[str], Any] = from_pretrained,
+    ask: Callable[[Any, str], dict[str, Any]] = lambda pipe, prompt: {"prompt": prompt},
 ) -> int:
-    """A recipe's whole run: load `model` (or build `tiny`), enable, draw, report."""
-    args = arguments(about, model, argv)
-    pipe, call = (
-        tiny() if args.tiny else (from_pretrained(args), {"prompt": args.prompt, **options})
-    )
-    with dit_graph.enable(pipe, **graphs(args)) as handle:
-        draw(pipe, call, args)
+    """A recipe's whole run: load `model` (or build `tiny`), draw with graphs, report, draw without.
+
+    Args:
+        options: of every call of the real model; `ask(pipe, prompt)` gives the others.
+
+    Raises:
+        SystemExit: a picture has other pixels without graphs.
+    """
+    args = arguments(about, model, prompt, argv)
+    if args.tiny:
+        pipe, call = tiny()
+    else:
+        pipe = load(args.model)
+        call = {**options, **ask(pipe, args.prompt)}
+    where = "cuda" if args.device == "cuda" else "cpu"
+    pipe, call = pipe.to(where), moved(call, where)
+    with dit_graph.enable(
+        pipe,
+        backend=args.backend,
+        device="recorder" if args.device == "recorder" else "auto",
+        remove_syncs=args.remove_syncs,
+    ) as handle:
+        graphed, seconds = draw(pipe, call, args)
+        for path, frames in graphed.items():
+            save(frames, path)
         print(handle.report())
+        replays = handle.stats()["replays"]
+    if not replays:
+        why = "--device cpu records nothing" if args.device == "cpu" else "the report says why"
+        print(f"nothing was replayed, so there is nothing to compare: {why}")
+        print(f"{told(seconds)} a picture")
+        return 0
+    plain, plain_seconds = draw(pipe, call, args)
+    compare(graphed, plain)
+    print(f"same pixels with and without graphs ({len(plain)} drawn)")
+    print(f"{told(seconds)} a picture with graphs, {told(plain_seconds)} without")
+    if args.device == "recorder":
+        print("the recorder's time says nothing about a GPU")
     return 0
 
 
-def graphs(args: argparse.Namespace) -> dict[str, str]:
-    """The options of `enable`: a tiny pipeline is recorded and replayed on the CPU."""
-    return {"backend": args.backend, "device": "recorder" if args.tiny else "auto"}
-
-
-def from_pretrained(args: argparse.Namespace) -> Any:
-    """The pipeline, on the GPU if there is one, in the half precision that it is made for."""
-    pipe = DiffusionPipeline.from_pretrained(args.model, dtype=torch.bfloat16)
-    return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def draw(pipe: Any, call: dict[str, Any], args: argparse.Namespace) -> None:
-    """Draw and save, a call for each seed: what the first one recorded the others replay."""
+def draw(
+    pipe: Any, call: dict[str, Any], args: argparse.Namespace
+) -> tuple[dict[Path, list[Any]], list[float]]:
+    """A call for each seed: each file's frames, and the seconds that each took."""
+    name = f"{Path(args.model).name}{'-tiny' if args.tiny else ''}"
+    drawn, seconds = {}, []
     for seed in range(args.seed, args.seed + args.pictures):
+        begin = clock(args.device)
         output = pipe(generator=torch.Generator().manual_seed(seed), **call)
-        save(pictures(output), args.output / f"{Path(args.model).name}-seed{seed}.png")
+        seconds.append(clock(args.device) - begin)
+        drawn[args.output / f"{name}-seed{seed}.png"] = pictures(output)
+    return drawn, seconds
+
+
+def clock(device: str) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def told(seconds: list[float]) -> str:
+    """The median, without the first: that one warms up and records."""
+    return f"{median(seconds[1:]):.3f} s" if seconds[1:] else "(not timed: --pictures 1)"
+
+
+def compare(graphed: dict[Path, list[Any]], plain: dict[Path, list[Any]]) -> None:
+    """Raise SystemExit with the pictures that differ, and save what they should have been."""
+    wrong = []
+    for path, frames in plain.items():
+        if not np.array_equal(np.stack(frames), np.stack(graphed[path])):
+            save(frames, path.with_stem(f"{path.stem}-without-graphs"))
+            wrong.append(str(path))
+    if wrong:
+        raise SystemExit(f"other pixels with graphs than without: {', '.join(wrong)}")
 
 
 def pictures(output: Any) -> list[Any]:
@@ -71,6 +148,15 @@ def save(frames: list[Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     frames[0].save(path, save_all=len(frames) > 1, append_images=frames[1:], duration=62)
     print(path)
+
+
+def moved(value: Any, device: str) -> Any:
+    """The tensors of a call on `device`; its other values as they are."""
+    if isinstance(value, dict):
+        return {name: moved(each, device) for name, each in value.items()}
+    if isinstance(value, list):
+        return [moved(each, device) for each in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def random(cls: type[Any], *args: Any, **config: Any) -> Any:
@@ -99,4 +185,18 @@ def tiny_vae(channels: int) -> AutoencoderKL:
         norm_num_groups=4,
         scaling_factor=1.0,
         shift_factor=0.0,
+    )
+
+
+def tiny_video_vae(cls: type[Any], dim_mult: list[int], halved_in_time: list[bool]) -> Any:
+    """Of Wan's kind, four channels a latent."""
+    return random(
+        cls,
+        base_dim=8,
+        z_dim=4,
+        dim_mult=dim_mult,
+        num_res_blocks=1,
+        temperal_downsample=halved_in_time,
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
     )

@@ -1,18 +1,17 @@
 """The embedded model: a small picture from one of the names it knows, without a download."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import common
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
-import dit_graph
 from dit_graph import embedded
 from dit_graph.embedded import ConceptEncoder, EmojiPipeline
 from dit_graph.embedded.pipeline import IN_CHANNELS, OUT_CHANNELS
+
+MODEL = "embedded"
 
 
 def tiny() -> tuple[EmojiPipeline, dict[str, Any]]:
@@ -42,20 +41,13 @@ def tiny() -> tuple[EmojiPipeline, dict[str, Any]]:
     return pipe, {"prompt": "a fox", "num_inference_steps": 4}
 
 
-def load(args: argparse.Namespace) -> EmojiPipeline:
+def load(model: str) -> EmojiPipeline:
     """The packaged weights, or a folder; in float32, because it is small."""
-    packaged = args.model == "embedded"
-    pipe = embedded.load() if packaged else EmojiPipeline.from_pretrained(args.model)
-    return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+    return embedded.load() if model == MODEL else EmojiPipeline.from_pretrained(model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = common.arguments(__doc__, "embedded", argv)
-    pipe, call = tiny() if args.tiny else (load(args), {"prompt": args.prompt})
-    with dit_graph.enable(pipe, **common.graphs(args)) as handle:
-        common.draw(pipe, call, args)
-        print(handle.report())
-    return 0
+    return common.run(__doc__, MODEL, {}, tiny, argv, load=load)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
     return pipe, {
         "prompt_embeds": common.normal(1, 1, 6, 32),
         "pooled_prompt_embeds": common.normal(2, 1, 32),
-        "height": 32,
-        "width": 32,
-        "num_inference_steps": 4,
+        **common.SMALL,
     }
 
 

@@ -1,4 +1,4 @@
-"""PixArt-alpha: a picture from text, guidance as a batch of two rows, DPM-Solver steps."""
+"""PixArt-Σ: a picture from text, guidance as a batch of two rows, DPM-Solver steps."""
 
 import sys
 from collections.abc import Sequence
@@ -6,13 +6,13 @@ from typing import Any
 
 import common
 import torch
-from diffusers import DPMSolverMultistepScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
+from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, PixArtTransformer2DModel
 
-MODEL = "PixArt-alpha/PixArt-XL-2-1024-MS"
+MODEL = "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS"
 CALL = {"height": 1024, "width": 1024, "num_inference_steps": 20}
 
 
-def tiny() -> tuple[PixArtAlphaPipeline, dict[str, Any]]:
+def tiny() -> tuple[PixArtSigmaPipeline, dict[str, Any]]:
     transformer = common.random(
         PixArtTransformer2DModel,
         num_attention_heads=2,
@@ -26,7 +26,7 @@ def tiny() -> tuple[PixArtAlphaPipeline, dict[str, Any]]:
         caption_channels=16,
         use_additional_conditions=False,
     )
-    pipe = PixArtAlphaPipeline(
+    pipe = PixArtSigmaPipeline(
         tokenizer=None,
         text_encoder=None,
         vae=common.tiny_vae(4),
@@ -39,9 +39,7 @@ def tiny() -> tuple[PixArtAlphaPipeline, dict[str, Any]]:
         "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
         "negative_prompt_embeds": common.normal(2, 1, 6, 16),
         "negative_prompt_attention_mask": torch.tensor([[1, 0, 0, 0, 0, 0]]),
-        "height": 32,
-        "width": 32,
-        "num_inference_steps": 4,
+        **common.SMALL,
         "use_resolution_binning": False,
     }
 

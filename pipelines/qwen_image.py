@@ -29,16 +29,7 @@ def tiny() -> tuple[QwenImagePipeline, dict[str, Any]]:
         joint_attention_dim=16,
         axes_dims_rope=(8, 4, 4),
     )
-    vae = common.random(
-        AutoencoderKLQwenImage,
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    )
+    vae = common.tiny_video_vae(AutoencoderKLQwenImage, [1, 2], [False])
     pipe = QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=vae,
@@ -52,9 +43,7 @@ def tiny() -> tuple[QwenImagePipeline, dict[str, Any]]:
         "negative_prompt_embeds": common.normal(2, 1, 3, 16),
         "negative_prompt_embeds_mask": torch.ones(1, 3, dtype=torch.long),
         "true_cfg_scale": 4.0,
-        "height": 32,
-        "width": 32,
-        "num_inference_steps": 4,
+        **common.SMALL,
     }
 
 

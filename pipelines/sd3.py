@@ -46,9 +46,7 @@ def tiny() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
         "pooled_prompt_embeds": common.normal(2, 1, 64),
         "negative_prompt_embeds": common.normal(3, 1, 6, 32),
         "negative_pooled_prompt_embeds": common.normal(4, 1, 64),
-        "height": 32,
-        "width": 32,
-        "num_inference_steps": 4,
+        **common.SMALL,
     }
 
 

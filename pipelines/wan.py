@@ -29,16 +29,7 @@ def tiny() -> tuple[WanPipeline, dict[str, Any]]:
         num_layers=2,
         rope_max_seq_len=32,
     )
-    vae = common.random(
-        AutoencoderKLWan,
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    )
+    vae = common.tiny_video_vae(AutoencoderKLWan, [1, 1, 1, 1], [False, True, True])
     pipe = WanPipeline(
         tokenizer=None,
         text_encoder=None,
@@ -49,11 +40,9 @@ def tiny() -> tuple[WanPipeline, dict[str, Any]]:
     return pipe, {
         "prompt_embeds": common.normal(1, 1, 6, 16),
         "negative_prompt_embeds": common.normal(2, 1, 6, 16),
-        "height": 32,
-        "width": 32,
         "num_frames": 5,
-        "num_inference_steps": 4,
         "output_type": "pil",
+        **common.SMALL,
     }
 
 

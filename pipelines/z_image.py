@@ -34,9 +34,7 @@ def tiny() -> tuple[ZImagePipeline, dict[str, Any]]:
     return pipe, {
         "prompt_embeds": [common.normal(1, 6, 16)],
         "negative_prompt_embeds": [common.normal(2, 3, 16)],
-        "height": 32,
-        "width": 32,
-        "num_inference_steps": 4,
+        **common.SMALL,
     }
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.contract", "tests.proving", "tests.threads", "tests.prefill")
+SHARED = ("contract", "proving", "threads", "prefill", "recipes")
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in SHARED))
 
 torch.set_num_threads(1)  # tiny models: a second thread only waits
 

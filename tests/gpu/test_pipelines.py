@@ -1,0 +1,3 @@
+"""The recipes on CUDA."""
+
+from tests.recipes import *  # noqa: F403
