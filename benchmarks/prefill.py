@@ -139,7 +139,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             front, mode="prefill", device=device, backend=backend, max_tokens=args.most,
             verify="off", gate=gate, memory_budget="50%", max_graphs=256,
         )  # fmt: skip
-        if label == "gated":  # records at its first calls
+        if label == "gated" or args.no_build:  # records at its first calls
             continue
         wait(on)
         began = time.perf_counter()
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--most", type=int, default=2048, help="the largest bucket")
     parser.add_argument("--calls", type=int, default=12, help="calls a variant and token count")
+    parser.add_argument("--no-build", action="store_true", help="do not time the warm-up")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the recorder")
     parser.add_argument("--output", type=Path, help="where the record goes, .json")
     args = parser.parse_args()

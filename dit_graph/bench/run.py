@@ -31,7 +31,7 @@ from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import COMPILED, EAGER, Front, front, impossible
 from dit_graph.cli.bench import BenchOptions
 from dit_graph.cli.errors import UsageError, one_line, told
-from dit_graph.errors import DitGraphError
+from dit_graph.errors import ConfigError, DitGraphError
 
 _NO_DEVICE = (
     "no CUDA device: GPU-busy share, kernels, launches, device times and bytes are not measured, "
@@ -215,9 +215,12 @@ def _write(result: dict[str, Any], options: BenchOptions) -> None:
     if name != Path():
         _put(name.with_name(f"{name.name}.md"), table.markdown(result) + "\n")
         _put(name.with_name(f"{name.name}.json"), json.dumps(result, indent=1) + "\n")
-    for path in (options.chart, name.with_name(f"{name.name}.png") if name != Path() else None):
-        if path is not None:
-            chart.draw(result, path)
+        try:
+            chart.draw(result, name.with_name(f"{name.name}.png"))
+        except ConfigError as error:  # the numbers are there
+            print(f"no {name.name}.png: {one_line(error)}", file=sys.stderr)
+    if options.chart is not None:
+        chart.draw(result, options.chart)
 
 
 def _put(path: Path, text: str) -> None:

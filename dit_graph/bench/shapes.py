@@ -32,8 +32,13 @@ class Shape:
 
 
 def _made(name: str, **config: Any) -> Any:
-    module = getattr(diffusers, name)(**config)
-    return module.to(torch.get_default_device(), torch.get_default_dtype())
+    """A module in the default dtype, but for what `from_pretrained` keeps in float32."""
+    module: torch.nn.Module = getattr(diffusers, name)(**config)
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for path, parameter in module.named_parameters():
+        wide = kept & set(path.split("."))
+        parameter.data = parameter.data.to(torch.float32 if wide else torch.get_default_dtype())
+    return module
 
 
 def _vae(latent_channels: int) -> Any:
