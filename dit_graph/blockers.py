@@ -15,6 +15,30 @@ def global_hook() -> str | None:
     return "a global forward hook would not run" if hooks else None
 
 
+def parallel(module: torch.nn.Module) -> str | None:
+    """That the module's forward talks with other processes, or None.
+
+    Says the same in all of them: it looks at how the module is split, never at this one's part.
+    """
+    for child in module.modules():
+        config = child.__dict__.get("_parallel_config")  # of diffusers' enable_parallelism
+        if (split := getattr(config, "context_parallel_config", None)) is not None:
+            return _split("context parallel", split.ring_degree * split.ulysses_degree)
+        if (split := getattr(config, "tensor_parallel_config", None)) is not None:
+            return _split("tensor parallel", getattr(split, "_tp_degree", None) or split.tp_degree)
+        size = child.__dict__.get("_tp_size")  # of transformers' tp_plan
+        if isinstance(size, int) and size > 1:
+            return _split("tensor parallel", size)
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if (mesh := getattr(tensor, "device_mesh", None)) is not None:
+                return _split("sharded as DTensors", mesh.size())
+    return None
+
+
+def _split(how: str, processes: int) -> str:
+    return f"{how} over {processes} processes: its collectives are not recorded"
+
+
 def blocker(module: torch.nn.Module, device: torch.device) -> str | None:
     """Why this module cannot be replayed as it stands now, or None."""
     for path, child in module.named_modules():

@@ -11,6 +11,7 @@ DitGraphError
 ├── BreakResultChanged     a marked break gave a result of another form than at capture
 ├── GuardMismatch          a recorded value differs in this call (handled by the runner)
 └── CaptureError           a forward could not be recorded (handled by the runner)
+    ├── Collective         the forward talks with other processes
     ├── Conflict           the arguments share memory that is written
     └── Unkeyable          an argument has no value to compare
 """
@@ -62,6 +63,10 @@ class BreakResultChanged(_AtReplay):
 
 class CaptureError(DitGraphError, RuntimeError):
     """A forward could not be recorded; the message is the reason that is counted and reported."""
+
+
+class Collective(CaptureError):
+    """A forward came to an operation that all processes take part in; it has not run."""
 
 
 class Conflict(CaptureError):

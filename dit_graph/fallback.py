@@ -50,7 +50,8 @@ class Fallback:
             return run()
         except torch.OutOfMemoryError:
             moved = versions != [None if t.is_inference() else t._version for t in given]
-            if moved or self._on.state.moved() or not self.free():
+            talks = self._on.talks or self._on.state.parallel
+            if talks or moved or self._on.state.moved() or not self.free():
                 raise
         self._on.reseed(seeds)
         return run()

@@ -38,6 +38,7 @@ class Graphed:
         self.eager = self.original
         self.generators = self.pool.device.generators()
         self.stays_out: set[Any] = set()  # operations that could not be captured: breaks
+        self.talks = False  # a collective was met: no process may run the forward twice
 
     def seeds(self) -> list[torch.Tensor]:
         """Where the default generators stand."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dit_graph.blockers import blocker, global_hook, needs_grad
+from dit_graph.blockers import blocker, global_hook, needs_grad, parallel
 from dit_graph.state import Fingerprint
 
 _UNSTEADY = 3  # comparisons in a row that found a change: no setting, but something that runs along
@@ -35,6 +35,7 @@ class ModuleWatcher:
         self._seen: tuple[Any, ...] = ()
         self._needs_grad = False
         self._blocker: str | None = None
+        self._parallel: str | None = None
         self._attributes: list[dict[str, Any]] = []
         self.buffers: list[torch.Tensor] = []
         self._first: tuple[dict[str, Any], str] = ({}, "")  # where the first parameter is kept
@@ -46,7 +47,12 @@ class ModuleWatcher:
     @property
     def blocker(self) -> str | None:
         """Why nothing can be replayed now, or None."""
-        return global_hook() or self._blocker
+        return self._parallel or global_hook() or self._blocker
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the module is split over processes, which its forward then talks with."""
+        return self._parallel is not None
 
     @property
     def known(self) -> Fingerprint:
@@ -83,7 +89,8 @@ class ModuleWatcher:
         self._attributes = [m.__dict__ for m in self._module.modules() if m._modules]
         self.buffers = list(self._module.buffers())
         self._known = Fingerprint(self._module)
-        self._blocker = self._known.blocker or blocker(self._module, self._device)
+        self._parallel = parallel(self._module)
+        self._blocker = self._parallel or self._known.blocker or blocker(self._module, self._device)
         self._needs_grad = needs_grad(self._module)
 
     def _glance(self) -> tuple[Any, ...]:

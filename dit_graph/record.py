@@ -15,7 +15,7 @@ from dit_graph.buffers import StaticBuffers
 from dit_graph.capture import Capture
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.entry import Entry
-from dit_graph.errors import CaptureError, Conflict
+from dit_graph.errors import CaptureError, Collective, Conflict
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.guards import host_generators
@@ -175,6 +175,7 @@ class Recording:
         if refused is not None:
             reason += f" in {refused} at {where}"
         learns = refused is not None and capture.breakable
+        self._on.talks |= isinstance(error, Collective)
         if isinstance(error, Conflict):  # these arguments; others may do
             entry.unsettled(reason)
         elif learns and self._on.config.on_failure == "eager":

@@ -30,6 +30,16 @@ def totals(installs: Iterable[Any]) -> dict[str, Any]:
     return {**sums, "eager": dict(eager)}
 
 
+def summed(stats: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The counters of several processes as those of one; zeros of none."""
+    sums = Counter({"calls": 0, "cold": 0, "captures": 0, "replays": 0})
+    eager: Counter[str] = Counter()
+    for one in stats:
+        sums.update({name: one[name] for name in sums})
+        eager.update(one["eager"])
+    return {**sums, "eager": dict(eager)}
+
+
 def syncs(removed: dict[str, int]) -> str:
     """The line on host syncs that were taken out of a loop: what → how often."""
     said = ", ".join(f"{what} ({count}x)" for what, count in removed.items())

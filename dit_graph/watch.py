@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from dit_graph.errors import CaptureError
+from dit_graph.errors import CaptureError, Collective
 from dit_graph.guards import DeviceNumber, plain
 from dit_graph.key import tensors_of
 
@@ -50,6 +50,10 @@ _READ_SCALARS = {  # the value of a 0-dim CPU operand goes into the launch
     _aten.masked_fill_.Tensor,
 }
 _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_COLLECTIVES = {
+    "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
+    "symm_mem",
+}  # fmt: skip
 _MODULE_CALL = cast(Any, torch.nn.Module.__call__).__code__
 
 
@@ -64,9 +68,20 @@ class OpWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         capture, kwargs = self._capture, kwargs or {}
+        _refuse_collective(func, types)
         if capture.in_break:
             return capture.observe(func, args, kwargs)
         return classify(capture, func, args, kwargs)
+
+
+def _refuse_collective(func: Any, types: Any) -> None:
+    """Raise before it runs, in a break too: the eager answer is then the only run of it, so that
+    processes stay in step whatever each of them decides about its recordings."""
+    if getattr(func, "namespace", "") in _COLLECTIVES:
+        what = str(func).removesuffix(".default")
+        raise Collective(f"a collective, {what}, is not recorded, at {source_line()}")
+    if any(t.__name__ == "DTensor" for t in types):  # which runs its own where no mode sees them
+        raise Collective(f"the collectives of a DTensor are not recorded, at {source_line()}")
 
 
 def classify(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

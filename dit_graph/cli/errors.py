@@ -41,12 +41,16 @@ def loading(what: str) -> Iterator[None]:
         raise UsageError(f"{what}: {one_line(error)}") from error
 
 
-def exit_code(command: str, run: Callable[[], None]) -> int:
-    """Run a command line: 0, 2 after an error that was told in one line, 130 when interrupted."""
+def exit_code(command: str, run: Callable[[], None], tells: bool = True) -> int:
+    """Run a command line: 0, 2 after an error that was told in one line, 130 when interrupted.
+
+    `tells`: False where another process tells the same error.
+    """
     try:
         run()
     except (UsageError, UnknownConcept) as error:
-        print(f"{command}: error: {one_line(error)}", file=sys.stderr)
+        if tells:
+            print(f"{command}: error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)

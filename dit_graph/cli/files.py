@@ -35,11 +35,15 @@ def check(options: Options) -> None:
         raise UsageError(f"--output {options.output}: nothing can be written in {there}")
 
 
-def numbered(folder: Path, prompt: str, size: tuple[int, int], seed: int) -> Path:
-    """A new picture's path, under the first number that no picture in `folder` has."""
+def free_numbers(folder: Path, count: int) -> list[int]:
+    """The first `count` numbers that no picture in `folder` has."""
     found = (re.match(r"(\d{4,})-.*\.png$", name) for name in _names(folder))
     used = {int(match[1]) for match in found if match}
-    number = next(n for n in itertools.count(1) if n not in used)
+    return list(itertools.islice((n for n in itertools.count(1) if n not in used), count))
+
+
+def named(folder: Path, number: int, prompt: str, size: tuple[int, int], seed: int) -> Path:
+    """A picture's path; `size` is (width, height)."""
     words = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:40].strip("-")
     width, height = size
     return folder / f"{number:04d}-{words or 'picture'}-{width}x{height}-seed{seed}.png"
@@ -72,9 +76,10 @@ def save(picture: Image.Image, path: Path, settings: dict[str, str]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def thumbnail(picture: Image.Image) -> Image.Image:
-    """A small copy for the contact sheet."""
-    small = picture.convert("RGB")
+def thumbnail(path: Path) -> Image.Image:
+    """A small copy of a saved picture, for the contact sheet."""
+    with Image.open(path) as picture:
+        small = picture.convert("RGB")
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     return small
 

@@ -83,7 +83,7 @@ def _check_drawing(folder: Path, options: Options) -> None:
         try:
             check_size(**({"height": 64, "width": 64} | size))
         except ValueError as error:
-            raise UsageError(f"size {_spelt(size)}: {error}") from error
+            raise UsageError(f"size {spelt(size)}: {error}") from error
     config = folder / "concept_encoder" / "config.json"
     try:
         index = ConceptIndex(json.loads(config.read_text(encoding="utf-8"))["concepts"])
@@ -94,7 +94,8 @@ def _check_drawing(folder: Path, options: Options) -> None:
             index.find(prompt)
 
 
-def _spelt(size: Size) -> str:
+def spelt(size: Size) -> str:
+    """WIDTHxHEIGHT, as it is given."""
     return f"{size.get('width', '?')}x{size.get('height', '?')}"
 
 
@@ -157,8 +158,10 @@ def effective(cls: type, call: dict[str, Any], name: str) -> Any:
     return call.get(name, None if default is inspect.Parameter.empty else default)
 
 
-def load(options: Options) -> Any:
+def load(options: Options, gpu: str = "cuda") -> Any:
     """The pipeline with its LoRAs, on its device, its own progress bar off.
+
+    `gpu` is where `--device cuda` is.
 
     Raises:
         UsageError: it cannot be loaded.
@@ -171,7 +174,7 @@ def load(options: Options) -> Any:
     pipe.set_progress_bar_config(disable=True)
     if options.device == "cuda":
         with loading(f"cannot move {name} to the GPU"):
-            pipe.to("cuda")
+            pipe.to(gpu)
     return pipe
 
 

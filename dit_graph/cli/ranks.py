@@ -1,0 +1,142 @@
+"""The processes that `accelerate launch` or `torchrun` started, and what they tell each other.
+
+Knows no pipeline. A process alone does not load accelerate and waits for nobody.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from dit_graph.cli import errors
+from dit_graph.cli.errors import UsageError, one_line
+from dit_graph.embedded import UnknownConcept
+
+T = TypeVar("T")
+
+_PATIENCE = timedelta(days=30)
+"""How long one waits for another. The launcher ends all when one dies, so this need not."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all that were launched; without arguments, the only one.
+
+    What takes all of them (`gather`, `broadcast`, `together`) must be called by every process, in
+    the same order. `device` is what `cuda` is to this process.
+    """
+
+    rank: int = 0
+    count: int = 1
+    device: str = "cuda"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that speaks for all."""
+        return self.rank == 0
+
+    @property
+    def names(self) -> list[str]:
+        """All processes as messages call them, in the order of `gather`."""
+        return [f"process {rank + 1} of {self.count}" for rank in range(self.count)]
+
+    def mine(self, items: Sequence[T]) -> list[T]:
+        """The part of `items` that is this process's: each item is one process's, in order."""
+        if self.count == 1:
+            return list(items)
+        from accelerate.state import PartialState
+
+        with PartialState().split_between_processes(list(items)) as part:
+            return list(part)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes in their order. They must be picklable."""
+        if self.count == 1:
+            return [value]
+        from accelerate.utils.operations import gather_object
+
+        return list(gather_object([value]))
+
+    def broadcast(self, value: T) -> T:
+        """The main process's value."""
+        if self.count == 1:
+            return value
+        from accelerate.utils.operations import broadcast_object_list
+
+        found: T = broadcast_object_list([value])[0]
+        return found
+
+    def leave(self) -> None:
+        """Go when all go. Nothing can be asked of the others after this."""
+        self.gather(None)
+        if self.count > 1:
+            from accelerate.state import PartialState
+
+            PartialState().destroy_process_group()  # or gloo's threads can abort the exit
+
+    def failure(self, do: Callable[[], None]) -> str:
+        """Do it; why it failed, in one line, or an empty string. An exception where this is alone.
+
+        So a process whose part fails still comes to where the others wait for it.
+        """
+        if self.count == 1:
+            do()
+            return ""
+        try:
+            do()
+        except (UsageError, UnknownConcept) as error:
+            return one_line(error)
+        except Exception as error:  # no mistake of the user's: what is known of it is said here
+            traceback.print_exc()
+            return f"{type(error).__name__}: {one_line(error)}"
+        return ""
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` gives here, once it has given something in every process.
+
+        Raises:
+            UsageError: it failed somewhere.
+        """
+        made: list[T] = []
+        if line := self.summary(self.gather(self.failure(lambda: made.append(make())))):
+            raise UsageError(line)
+        return made[0]
+
+    def summary(self, failures: Sequence[str]) -> str:
+        """One line from the `failure` of each process: what all have is said once, without name."""
+        if len(set(failures)) == 1:
+            return failures[0]
+        return "; ".join(f"{name}: {line}" for name, line in zip(self.names, failures) if line)
+
+
+def join() -> Processes:
+    """This process among those that the environment tells of.
+
+    Objects go over gloo on GPUs too: a device that has failed cannot keep its process from saying
+    so. accelerate makes the process's own GPU the current one.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2 or "RANK" not in os.environ:
+        return Processes()
+    from accelerate.state import PartialState
+
+    state: Any = PartialState(cpu=not torch.cuda.is_available(), backend="gloo", timeout=_PATIENCE)
+    return Processes(state.process_index, state.num_processes, str(state.device))
+
+
+def exit_code(command: str, run: Callable[[Processes], None]) -> int:
+    """Run a command line in every process: 0, 2 after an error that the main one told, 130.
+
+    All leave together: a launcher ends the others as soon as one has left with an error, and by
+    then the main process must have spoken.
+    """
+    processes = join()
+    code = errors.exit_code(command, lambda: run(processes), processes.is_main)
+    sys.stdout.flush()
+    if code != 130:  # who is interrupted does not come to where the others wait
+        processes.leave()
+    return code
