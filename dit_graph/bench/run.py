@@ -77,7 +77,7 @@ def _scenario(
     with tqdm(total=calls, unit="call", file=sys.stderr, desc=task.scenario) as bar:
 
         def said(name: str) -> None:
-            bar.set_postfix_str(name)
+            bar.set_postfix_str(name, refresh=False)
             bar.update()
 
         times, equal, broken = measured(fronts, task.call, clock, rounds, said)
