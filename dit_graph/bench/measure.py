@@ -38,6 +38,15 @@ class Activity:
     launches: int
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Of two results: the same bits or not, and the largest difference as a share of the largest
+    expected value, None where it is no number."""
+
+    equal: bool
+    most: float | None
+
+
 class Clock:
     """Times a call; on a CUDA device with it idle before and after."""
 
@@ -65,45 +74,66 @@ class Clock:
 
 
 def measured(
-    fronts: Sequence[Front], call: Call, clock: Clock, rounds: int, said: Callable[[str], None]
-) -> tuple[dict[str, Times], dict[str, bool], dict[str, str]]:
+    fronts: Sequence[Front],
+    call: Call,
+    clock: Clock,
+    rounds: int,
+    meet: Callable[[Any], list[Any]],
+) -> tuple[dict[str, Times], dict[str, Apart], dict[str, str]]:
     """Call every front in turn, A B B A, `rounds` times.
 
+    Args:
+        meet: called before every call, as often in every process: those of all begin together. It
+            gives what each of them came with.
+
     Returns:
-        times by variant; whether the result had the first one's bits; why a variant failed.
+        times by variant; how its result differs from the first one's; and why a variant
+        failed, here or in another process.
     """
-    times: dict[str, Times] = {}
+    times = {front.variant: Times() for front in fronts}
     outs: dict[str, Any] = {}
     failed: dict[str, str] = {}
 
-    def run(front: Front) -> tuple[Any, float, float | None]:
-        said(front.variant)
-        front.before_call()
-        return clock(lambda: call(front))
+    def run(front: Front) -> tuple[float, float | None] | None:
+        if front.variant in failed:
+            return None
+        try:
+            front.before_call()
+            outs[front.variant], wall, device = clock(lambda: call(front))
+        except Exception as error:  # a compiler may fail on a model; the others go on
+            text = " ".join(str(error).split())[:300]
+            failed[front.variant] = f"failed: {type(error).__name__}: {text}"
+            return None
+        return wall, device
 
     for front in fronts:
-        times[front.variant] = taken = Times()
-        try:
-            _, taken.first, _ = run(front)
-            for _ in range(WARM - 1):
-                outs[front.variant], _, _ = run(front)
-        except Exception as error:  # a compiler may fail on a model; the others go on
-            failed[front.variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    going = [front for front in fronts if front.variant not in failed]
+        for n in range(WARM):
+            meet(None)
+            taken = run(front)
+            if n == 0 and taken is not None:
+                times[front.variant].first = taken[0]
     for turn in range(rounds):
-        for front in going if turn % 2 == 0 else going[::-1]:
-            outs[front.variant], wall, device = run(front)
-            times[front.variant].wall.append(wall)
-            if device is not None:
-                times[front.variant].device.append(device)
+        for front in fronts if turn % 2 == 0 else fronts[::-1]:
+            meet(None)
+            if (taken := run(front)) is not None:
+                times[front.variant].wall.append(taken[0])
+                times[front.variant].device += [] if taken[1] is None else [taken[1]]
+    for others in meet(failed):
+        failed = others | failed
+    for name in failed:
+        del times[name]
     expected = outs.get(fronts[0].variant)
-    equal = {name: _same(out, expected) for name, out in outs.items()}
-    return {f.variant: times[f.variant] for f in going}, equal, failed
+    return times, {name: difference(outs[name], expected) for name in times}, failed
 
 
-def _same(out: Any, expected: Any) -> bool:
+def difference(out: Any, expected: Any) -> Apart:
+    """Whether a result has the expected bits, and how far it is from them."""
     pairs = list(zip(pytree.tree_leaves(out), pytree.tree_leaves(expected), strict=True))
-    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+    equal, most = all(torch.equal(_bits(a), _bits(b)) for a, b in pairs), 0.0
+    for a, b in () if equal else pairs:
+        apart = float((a.double() - b.double()).abs().max() / b.double().abs().max())
+        most = max(most, math.inf if math.isnan(apart) else apart)
+    return Apart(equal, most if math.isfinite(most) else None)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

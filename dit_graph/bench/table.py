@@ -5,6 +5,7 @@ from typing import Any
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mode", "mode", str),
+    ("processes", "processes", str),
     ("images_per_s", "images/s", lambda v: f"{v:.3g}"),
     ("time_s", "time s", lambda v: f"{v:.4g}"),
     ("step_ms_p50", "ms a step p50", lambda v: f"{v:.4g}"),
@@ -16,6 +17,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mem_GB", "mem GB", lambda v: f"{v:.3g}"),
     ("graph_MiB", "graph MiB", lambda v: f"{v:.0f}"),
     ("equal", "equal", lambda v: "yes" if v else "no"),
+    ("difference", "difference", lambda v: f"{v:.1e}" if v else "0"),
     ("break_even_images", "pays from picture", str),
 )
 
@@ -25,6 +27,10 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [_machine(result["machine"]), ""]
     rows = result["rows"]
     columns = [c for c in _COLUMNS if any(row[c[0]] is not None for row in rows)]
+    if all(row["processes"] == 1 for row in rows):
+        columns = [c for c in columns if c[0] != "processes"]
+    if all(row["equal"] for row in rows):
+        columns = [c for c in columns if c[0] != "difference"]
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         mine = [row for row in rows if row["scenario"] == scenario]
         lines += [f"**{scenario}** ({mine[0]['model_cls']}, {mine[0]['num_params_B']:.3g} B)", ""]

@@ -70,7 +70,7 @@ def _default_sizes(options: BenchOptions) -> list[Size]:
 def _pipeline(options: BenchOptions, size: Size, on: torch.device) -> Any:
     shape = SHAPES.get(options.model or "")
     if shape is None:
-        return model.load(options)
+        return model.load(options, str(on))
     torch.manual_seed(0)
     with _made_on(on, options.dtype), loading(f"cannot make {options.model}"):
         pipe = shape.pipeline(size)
@@ -160,7 +160,7 @@ def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
         with _made_on(on, options.dtype), loading(f"cannot make {name}"):
             causal_lm = language_model(options.model)
     else:
-        causal_lm = _saved_lm(options)
+        causal_lm = _saved_lm(options, on)
     causal_lm = causal_lm.eval().requires_grad_(False)
     vocabulary = causal_lm.config.get_text_config().vocab_size
     for tokens in options.tokens:
@@ -177,7 +177,7 @@ def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
             )
 
 
-def _saved_lm(options: BenchOptions) -> Any:
+def _saved_lm(options: BenchOptions, on: torch.device) -> Any:
     """A causal LM as `python -m dit_graph.prefill` loads it."""
     from dit_graph.cli import lm
     from dit_graph.cli.prefill import parse
@@ -185,4 +185,4 @@ def _saved_lm(options: BenchOptions) -> Any:
     named = ["--model", options.model] if options.model else []
     asked = replace(parse(["a prompt", "--device", options.device, *named]), dtype=options.dtype)
     lm.check(asked)
-    return lm.load(asked)
+    return lm.load(asked).to(on)

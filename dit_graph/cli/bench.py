@@ -14,7 +14,8 @@ import torch
 
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
 from dit_graph.bench.variants import VARIANTS
-from dit_graph.cli.errors import UsageError, exit_code, one_line
+from dit_graph.cli import ranks
+from dit_graph.cli.errors import UsageError, one_line
 from dit_graph.cli.options import Options, device_or, lines_of
 from dit_graph.cli.parser import DTYPES, Parser, Size, dtype, json_object, size, whole
 from dit_graph.errors import ConfigError
@@ -218,4 +219,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from dit_graph.bench.run import run
 
-    return exit_code("bench", lambda: run(parse(argv), argv))
+    return ranks.exit_code("bench", lambda processes: run(argv, processes))

@@ -1,0 +1,101 @@
+"""The numbers of one variant in one scenario, and of several processes together.
+
+Names follow diffusers' own benchmark where they mean the same (`scenario`, `model_cls`,
+`num_params_B`, `time_s`, `mem_GB`, `github_sha`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dit_graph.bench.measure import Activity, Apart, Times, break_even, percentile
+from dit_graph.bench.tasks import Task
+from dit_graph.bench.variants import Front
+
+Row = dict[str, Any]
+
+
+def row(
+    task: Task, made: Front, times: Times, did: Activity | None, apart: Apart,
+    set_up: dict[str, Any] | None,
+) -> Row:  # fmt: skip
+    """One variant's numbers; None where they were not measured.
+
+    Args:
+        apart: from eager's result.
+        set_up: what a fresh process found; without it this one's first call counts.
+    """
+    wall, steps = percentile(times.wall, 0.5), task.steps
+    first = times.first if set_up is None else set_up["first_s"]
+    later = wall if set_up is None else set_up["later_s"]
+    return {
+        "scenario": task.scenario,
+        "model_cls": type(task.repeated).__name__,
+        "num_params_B": round(sum(p.numel() for p in task.repeated.parameters()) / 1e9, 3),
+        "mode": made.variant,
+        "processes": 1,
+        "images_per_s": round(task.images / wall, 4),
+        "time_s": round(wall, 6),
+        "step_ms_p50": round(wall / steps * 1e3, 3),
+        "step_ms_p95": round(percentile(times.wall, 0.95) / steps * 1e3, 3),
+        "device_s": round(percentile(times.device, 0.5), 6) if times.device else None,
+        "gpu_busy_s": round(did.busy, 6) if did else None,
+        "gpu_busy": round(did.busy / wall, 3) if did else None,
+        "kernels_per_step": round(did.kernels / steps, 1) if did else None,
+        "launches_per_step": round(did.launches / steps, 1) if did else None,
+        "set_up_s": round(max(0.0, first - later), 3),
+        "first_s": round(first, 3),
+        "mem_GB": None if set_up is None else set_up["mem_GB"],
+        "graph_MiB": _graph_memory(made),
+        "equal": apart.equal,
+        "difference": apart.most,
+        "break_even_images": None,
+        "set_up": "fresh process" if set_up else "this process, kernels warm",
+        "stats": made.handle.stats() if made.handle is not None else None,
+    }
+
+
+def _graph_memory(made: Front) -> float | None:
+    """MiB that the recordings hold on the device; None without recordings."""
+    if made.handle is None:
+        return None
+    runners = [install.runner for install in made.handle.installs.values()]
+    pools = {id(runner.pool): runner.pool.bytes for runner in runners if runner is not None}
+    return round(float(sum(pools.values())) / 2**20, 1)
+
+
+def with_break_even(rows: list[Row], images: int) -> list[Row]:
+    """The rows with the picture from which on each pays; a call makes `images` of them.
+
+    The first row is eager's, the others are compared with it.
+    """
+    eager = rows[0]
+    for other in rows[1:]:
+        calls = break_even(other["set_up_s"], other["time_s"], eager["set_up_s"], eager["time_s"])
+        other["break_even_images"] = None if calls is None else (calls - 1) * images + 1
+    return rows
+
+
+_SUMS = ("images_per_s",)
+_LARGEST = ("time_s", "step_ms_p50", "step_ms_p95", "device_s", "mem_GB", "graph_MiB", "difference",
+            "set_up_s", "first_s", "break_even_images")  # fmt: skip
+
+
+def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:
+    """One row a scenario and variant that every process measured: throughput adds up, of times and
+    bytes the largest stands; counts on the device are the first process's."""
+    keys = [{(row["scenario"], row["mode"]) for row in rows} for rows in of_processes]
+    common = set.intersection(*keys)
+    found = []
+    for first in of_processes[0]:
+        key = first["scenario"], first["mode"]
+        if key not in common:
+            continue
+        same = [r for rows in of_processes for r in rows if (r["scenario"], r["mode"]) == key]
+        out = {**first, "processes": len(same), "equal": all(row["equal"] for row in same)}
+        out |= {name: round(sum(row[name] for row in same), 4) for name in _SUMS}
+        for name in _LARGEST:
+            known = [row[name] for row in same if row[name] is not None]
+            out[name] = max(known) if len(known) == len(same) else first[name]
+        out["stats"] = [row["stats"] for row in same] if len(same) > 1 else first["stats"]
+        found.append(out)
+    return found

@@ -1,0 +1,68 @@
+"""What the first pictures of a variant cost more than later ones, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dit_graph.bench.measure import WARM, Clock
+from dit_graph.bench.tasks import Task, tasks
+from dit_graph.bench.variants import Front, front
+from dit_graph.cli.bench import BenchOptions
+from dit_graph.cli.errors import UsageError, told
+
+_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) -> dict[str, Any]:
+    """`alone` of a variant in a new process, on this process's GPU.
+
+    Raises:
+        UsageError: the process failed.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    command = [sys.executable, "-m", "dit_graph.bench", *given]
+    command += ["--set-up-of", name, "--set-up-scenario", task.scenario]
+    environment = {k: v for k, v in os.environ.items() if k not in _RANKS}
+    if gpu:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise UsageError(f"{task.scenario}: the process for {name}'s set-up failed: {last}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
+    """Seconds of the first call, set-up included, and of a later one; GB that torch reserved.
+
+    Set-up is what the first calls took more than later ones: `enable` or `compile`, and the cold,
+    the recorded, the compared and the timed call.
+    """
+    found = (task for task in tasks(options, clock.on) if task.scenario == options.scenario)
+    task = next(found, None)
+    if task is None:
+        raise UsageError(f"no scenario {options.scenario!r}")
+    made: list[Front] = []
+
+    def call() -> Any:
+        if not made:
+            made.append(front(name, task.model, options.enable))
+        made[0].before_call()
+        return task.call(made[0])
+
+    with told(f"setting up {name}"):
+        spent = [clock(call)[1] for _ in range(WARM + 3)]
+    later = min(spent[WARM:])
+    peak = torch.cuda.max_memory_reserved(clock.on) / 1e9 if clock.cuda else None
+    return {
+        "first_s": sum(spent[:WARM]) - (WARM - 1) * later,
+        "later_s": later,
+        "mem_GB": None if peak is None else round(peak, 2),
+    }

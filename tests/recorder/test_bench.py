@@ -1,0 +1,222 @@
+"""`python -m dit_graph.bench` with the embedded model on the recorder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dit_graph.bench import chart, table
+from dit_graph.bench.measure import (
+    Apart,
+    break_even,
+    covered,
+    difference,
+    eager_first,
+    finite,
+    percentile,
+)
+from dit_graph.bench.rows import merged
+from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
+from dit_graph.bench.variants import VARIANTS, twin
+from dit_graph.cli.bench import main, parse
+from dit_graph.cli.errors import UsageError
+from tests.families import FAMILIES
+
+QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]
+HERE = [*QUICK, "--set-up", "here"]
+ROOT = Path(__file__).parents[2]
+
+
+def record(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_run_measures_and_says_what_it_could_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "breakable,full,reduce-overhead"
+    more = ["--compare", asked, "--batch", "1,2", "--output", str(tmp_path / "run")]
+    assert main([*HERE, *more, "--prompt", "a fox", "a rocket"]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    rows = result["rows"]
+    assert [row["mode"] for row in rows] == ["eager", "breakable", "full"] * 2
+    assert [row["scenario"].split()[2] for row in rows] == ["B1"] * 3 + ["B2"] * 3
+    assert all(row["equal"] and row["difference"] == 0 for row in rows)
+    assert all(row["stats"]["replays"] >= 4 for row in rows if row["mode"] != "eager")
+    assert all(row["time_s"] > 0 and row["gpu_busy"] is None for row in rows)
+    assert any("no CUDA device" in note for note in result["notes"])
+    assert "not measured: reduce-overhead needs a CUDA device" in result["notes"]
+    assert result["machine"]["torch"] == torch.__version__ and result["machine"]["cpu"]
+    text = (tmp_path / "run.md").read_text()
+    assert text.rstrip() in printed and "| breakable |" in text and "GPU busy" not in text
+    assert json.loads((tmp_path / "run.json").read_text()) == result
+    with Image.open(tmp_path / "run.png") as drawn:
+        assert drawn.size[0] > 300
+
+
+def test_a_step_and_a_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*HERE, "--what", "step", "--sizes", "48x64", "--compare", "eager,full"]) == 0
+    result = record(capsys)
+    assert [row["scenario"] for row in result["rows"]] == ["embedded 48x64 B1 one step"] * 2
+    assert all(row["equal"] for row in result["rows"])
+
+
+def test_latents_and_removed_syncs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*HERE, "--compare", "breakable", "--latent", "--remove-syncs"]) == 0
+    result = record(capsys)
+    assert "not run: VAE" in result["notes"] and result["options"]["remove_syncs"] is True
+    assert all(row["equal"] for row in result["rows"])
+
+
+def test_set_up_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the picture from which on it pays, from what that found."""
+    assert main([*QUICK, "--compare", "breakable"]) == 0
+    eager, graphs = record(capsys)["rows"]
+    assert eager["set_up"] == graphs["set_up"] == "fresh process"
+    assert graphs["set_up_s"] >= 0 and graphs["first_s"] > 0
+    assert graphs["break_even_images"] == break_even(
+        graphs["set_up_s"], graphs["time_s"], eager["set_up_s"], eager["time_s"]
+    )
+
+
+def test_a_variant_that_fails_is_told_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dit_graph.bench.variants import Front
+
+    def fails(self: Front) -> None:
+        if self.variant == "full":
+            raise RuntimeError("no luck")
+
+    monkeypatch.setattr(Front, "before_call", fails)
+    assert main(HERE) == 0
+    result = record(capsys)
+    assert [row["mode"] for row in result["rows"]] == ["eager", "breakable"]
+    assert any("full: failed: RuntimeError: no luck" in note for note in result["notes"])
+
+
+def test_two_processes_share_the_images(tmp_path: Path) -> None:
+    command = ["--nproc-per-node", "2", "--master-port", "29561", "-m", "dit_graph.bench", *HERE]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command, "--compare", "breakable"],
+        capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [row["processes"] for row in result["rows"]] == [2, 2]
+    for row in result["rows"]:
+        assert row["equal"] and row["images_per_s"] > 1.5 / row["time_s"]
+    assert done.stdout.count("| breakable |") == 1, "one report"
+    assert "| processes |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--compare", "eager,fast"], "knows no 'fast'; known: eager"),
+        (["--model", "flux-dev", "--prompt", "a fox"], "take no prompt"),
+        (["--model", "flux-dev", "--what", "prefill"], "is not for --what prefill"),
+        (["--model", "qwen3-4b"], "is not for --what picture"),
+        (["--what", "prefill", "--latent"], "about pictures, not prefill"),
+        (["--sizes", "12y"], "must be WIDTHxHEIGHT"),
+        (["--images", "0"], "at least 1"),
+        (["--chart", "x.jpg"], "is no .png file"),
+        (["--output", "nowhere/x"], "nothing can be written in nowhere"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error and error.startswith("bench: error: ") and "\n" not in error
+
+
+def test_where_no_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "no/such/folder/here", *HERE]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_names() -> None:
+    assert len(SHAPES) == 8 and not SHAPES.keys() & LANGUAGE_MODELS.keys()
+    options = parse(["--model", "dit-xl-2", "--compare", ",".join(VARIANTS)])
+    assert options.compare == VARIANTS
+    with pytest.raises(UsageError):
+        parse(["--what", "nothing"])
+
+
+def test_break_even() -> None:
+    """2 s more set-up, 0.5 s less a picture: after four they are even, the fifth is a gain."""
+    assert break_even(3.0, 0.5, 1.0, 1.0) == 5
+    assert break_even(1.0, 0.5, 1.0, 1.0) == 1
+    assert break_even(0.5, 1.0, 1.0, 1.0) == 1
+    assert break_even(3.0, 1.0, 1.0, 1.0) is None
+    assert break_even(3.0, 2.0, 1.0, 1.0) is None
+    for setup, steady in [(3.0, 0.5), (1.5, 0.9), (9.0, 0.1)]:
+        n = break_even(setup, steady, 1.0, 1.0)
+        assert n is not None
+        totals = [(setup + k * steady, 1.0 + k) for k in (n - 1, n)]
+        assert totals[0][0] >= totals[0][1] and totals[1][0] < totals[1][1]
+
+
+def test_numbers() -> None:
+    assert covered([(0, 2), (1, 3), (5, 6), (5.2, 5.5)]) == 4
+    assert covered([]) == 0
+    assert percentile([3.0], 0.95) == 3.0 and percentile([1.0, 2.0, 3.0], 0.5) == 2.0
+    assert 2.8 < percentile([1.0, 2.0, 3.0], 0.95) <= 3.0
+    assert eager_first(["full", "eager", "full"]) == ["eager", "full"]
+    x = torch.tensor([1.0, -4.0])
+    assert difference(x, x.clone()) == Apart(True, 0)
+    near = difference(x + torch.tensor([0.0, 0.04]), x)
+    assert not near.equal and near.most == pytest.approx(0.01)
+    assert difference(x, x * torch.nan) == Apart(False, None)
+    assert difference(torch.tensor([0.0, 1]), torch.tensor([-0.0, 1])) == Apart(False, 0)
+    assert difference(x * torch.nan, x * torch.nan).equal
+    assert finite(x) and not finite(x * torch.inf) and not finite(torch.ones(3))
+
+
+def test_a_twin_shares_weights_and_no_module() -> None:
+    module = FAMILIES["flux"].build()
+    other = twin(module)
+    pairs = zip(module.parameters(), other.parameters(), strict=True)
+    assert all(a is b for a, b in pairs)
+    assert not set(map(id, module.modules())) & set(map(id, other.modules()))
+
+
+def row(**more: Any) -> dict[str, Any]:
+    numbers = ("time_s", "step_ms_p50", "step_ms_p95", "set_up_s", "first_s", "difference")
+    missing = ("device_s", "gpu_busy", "kernels_per_step", "launches_per_step", "mem_GB",
+               "graph_MiB", "break_even_images")  # fmt: skip
+    return {
+        "scenario": "m 64x64", "model_cls": "M", "num_params_B": 1.0, "mode": "eager",
+        "processes": 1, "images_per_s": 2.0, "equal": True, "stats": None,
+        **dict.fromkeys(numbers, 0.5), **dict.fromkeys(missing), **more,
+    }  # fmt: skip
+
+
+def test_processes_are_merged() -> None:
+    first = [row(), row(mode="full", graph_MiB=3.0)]
+    second = [row(time_s=0.7), row(mode="full", graph_MiB=4.0, equal=False), row(mode="x")]
+    both = merged([first, second])
+    assert [r["mode"] for r in both] == ["eager", "full"]
+    assert both[0]["images_per_s"] == 4.0 and both[0]["time_s"] == 0.7
+    assert both[1]["graph_MiB"] == 4.0 and both[1]["equal"] is False
+    assert [r["processes"] for r in both] == [2, 2]
+
+
+def test_what_never_pays_says_so(tmp_path: Path) -> None:
+    machine = {"gpu": "a GPU", "cpu": "a CPU"}
+    rows = [row(), row(mode="full", time_s=0.6, break_even_images=None)]
+    result = {"machine": machine, "notes": ["a note"], "rows": [*rows, row(break_even_images=7)]}
+    text = table.markdown(result)
+    assert "never" in text and "* a note" in text and text.startswith("a GPU, cpu a CPU")
+    chart.draw(result, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
