@@ -18,7 +18,7 @@ from torch import nn
 import dit_graph
 from dit_graph import embedded, explain
 from dit_graph.cli.explain import main
-from dit_graph.explain import Explanation, Variant, plot
+from dit_graph.explain import Explanation, HostSync, Variant, host_syncs, plot
 from dit_graph.watch import module_path
 from tests.contract import Module, rows
 from tests.families import FAMILIES
@@ -552,3 +552,21 @@ def test_it_runs_as_a_module(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("explain: error: MODEL ./none: no such folder")
+
+
+def test_syncs_need_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a CUDA device")
+    assert main(["embedded", "--syncs", "--device", "recorder"]) == 2
+    assert "--syncs needs a CUDA device" in capsys.readouterr().err
+    with pytest.raises(dit_graph.ConfigError, match="on a CUDA device"), host_syncs():
+        pass
+
+
+def test_syncs_that_were_found_are_in_text_and_dict() -> None:
+    found = Explanation((), syncs=(HostSync("a.py:3 in f", 6),), syncs_removed={"x": 2})
+    assert str(found).splitlines() == [
+        "host syncs removed: x (2x)", "host syncs of a picture: 6", "  6x at a.py:3 in f",
+    ]  # fmt: skip
+    assert found.to_dict()["syncs"] == [{"where": "a.py:3 in f", "count": 6}]
+    assert "host syncs of a picture: none" in str(Explanation((), syncs=()))
