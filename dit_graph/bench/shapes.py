@@ -54,8 +54,14 @@ def _normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
 
+def _scheduler(name: str, **config: Any) -> Any:
+    """With its tables on the CPU, where it is made in life, whatever the default device is."""
+    with torch.device("cpu"):
+        return getattr(diffusers, name)(**config)
+
+
 def _flow() -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler()
+    return _scheduler("FlowMatchEulerDiscreteScheduler")
 
 
 def _dit(size: Size) -> Any:
@@ -65,7 +71,7 @@ def _dit(size: Size) -> Any:
         activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_zero",
         norm_elementwise_affine=False,
     )  # fmt: skip
-    return diffusers.DiTPipeline(transformer, _vae(4), diffusers.DDIMScheduler())
+    return diffusers.DiTPipeline(transformer, _vae(4), _scheduler("DDIMScheduler"))
 
 
 def _pixart(size: Size) -> Any:
@@ -75,7 +81,7 @@ def _pixart(size: Size) -> Any:
         caption_channels=4096, use_additional_conditions=False,
     )  # fmt: skip
     return diffusers.PixArtSigmaPipeline(
-        None, None, _vae(4), transformer, diffusers.DPMSolverMultistepScheduler()
+        None, None, _vae(4), transformer, _scheduler("DPMSolverMultistepScheduler")
     )
 
 
@@ -96,10 +102,11 @@ def _sana(size: Size) -> Any:
         "AutoencoderDC", encoder_block_types=blocks, decoder_block_types=blocks,
         upsample_block_type="interpolate", downsample_block_type="Conv", scaling_factor=0.41407,
     )  # fmt: skip
-    return diffusers.SanaPipeline(
-        None, None, vae, _made("SanaTransformer2DModel"), diffusers.DPMSolverMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    scheduler = _scheduler(
+        "DPMSolverMultistepScheduler", prediction_type="flow_prediction", use_flow_sigmas=True,
+        flow_shift=3.0,
     )  # fmt: skip
+    return diffusers.SanaPipeline(None, None, vae, _made("SanaTransformer2DModel"), scheduler)
 
 
 def _sd3(size: Size) -> Any:

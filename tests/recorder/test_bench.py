@@ -23,9 +23,11 @@ from dit_graph.bench.measure import (
 )
 from dit_graph.bench.rows import merged
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
+from dit_graph.bench.tasks import denoiser
 from dit_graph.bench.variants import VARIANTS, twin
 from dit_graph.cli.bench import main, parse
 from dit_graph.cli.errors import UsageError
+from dit_graph.cli.model import taken_by
 from tests.families import FAMILIES
 
 QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]
@@ -151,6 +153,25 @@ def test_names() -> None:
     assert options.compare == VARIANTS
     with pytest.raises(UsageError):
         parse(["--what", "nothing"])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("dit-xl-2", 0.75), ("pixart-sigma", 0.611), ("sana-1.6b", 1.605), ("sd3.5-medium", 2.24),
+     ("flux-dev", 11.9), ("z-image", 6.15), ("qwen-image", 20.4), ("wan-1.3b", 1.42)],
+)  # fmt: skip
+def test_named_shapes_are_of_the_real_size(name: str, billions: float) -> None:
+    """Without memory, on the meta device; a scheduler's tables stay on the CPU."""
+    with torch.device("meta"):
+        pipe = SHAPES[name].pipeline((256, 256))
+        call = SHAPES[name].call(2)
+    count = sum(p.numel() for p in denoiser(pipe).parameters()) / 1e9
+    assert count == pytest.approx(billions, rel=0.02)
+    assert all(p.device.type == "meta" for p in denoiser(pipe).parameters())
+    tables = [t for t in vars(pipe.scheduler).values() if isinstance(t, torch.Tensor)]
+    assert tables and all(t.device.type == "cpu" for t in tables)
+    pipe.scheduler.set_timesteps(4)
+    assert call.keys() <= taken_by(type(pipe)).keys()
 
 
 def test_break_even() -> None:
