@@ -1,8 +1,10 @@
-"""A record as a chart: time a step by scenario, one bar a variant."""
+"""A record as a chart: time a step by scenario, one bar a variant; and gain against tokens."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dit_graph.errors import ConfigError
 from dit_graph.explain.plot import empty_figure
 
 _COLOURS = ("#8c8c8c", "#2a6fbb", "#e07b00", "#6a994e", "#9b5de5", "#c1121f")
@@ -41,5 +43,41 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_title(result["machine"]["gpu"] or f"no GPU: {result['machine']['cpu']}", fontsize=9)
     axes.margins(x=0.18)
     axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, format="png", dpi=110)
+
+
+def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breakable") -> None:
+    """Gain over eager against image tokens a picture, a line a model, as a PNG.
+
+    Args:
+        results: records of runs; rows of other modes and of unknown token counts are left out.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or no row is left.
+    """
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for result in results:
+        eager = {r["scenario"]: r["time_s"] for r in result["rows"] if r["mode"] == "eager"}
+        for row in result["rows"]:
+            if row["mode"] == mode and row["tokens"] and row["scenario"] in eager:
+                point = row["tokens"], eager[row["scenario"]] / row["time_s"]
+                lines.setdefault(row["scenario"].split()[0], []).append(point)
+    if not lines:
+        raise ConfigError(f"no row of {mode} with a token count to draw")
+    figure = empty_figure()
+    figure.set_size_inches(8, 5)
+    axes = figure.add_subplot()
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points)), marker="o", label=name)
+    axes.axhline(1, color="#8c8c8c", linewidth=1)
+    axes.annotate("no gain", (0.01, 1), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("image tokens of a picture")
+    axes.set_ylabel(f"eager time / {mode} time of a picture")
+    machines = {result["machine"]["gpu"] or result["machine"]["cpu"] for result in results}
+    axes.set_title(", ".join(sorted(machines)), fontsize=9)
+    axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, format="png", dpi=110)

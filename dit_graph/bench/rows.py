@@ -31,6 +31,7 @@ def row(
         "scenario": task.scenario,
         "model_cls": type(task.repeated).__name__,
         "num_params_B": round(sum(p.numel() for p in task.repeated.parameters()) / 1e9, 3),
+        "tokens": task.tokens,
         "mode": made.variant,
         "processes": 1,
         "images_per_s": round(task.images / wall, 4),

@@ -58,7 +58,7 @@ def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
         return task.call(made[0])
 
     with told(f"setting up {name}"):
-        spent = [clock(call)[1] for _ in range(WARM + 3)]
+        spent = [clock(call)[1] for _ in range(WARM + 2)]
     later = min(spent[WARM:])
     peak = torch.cuda.max_memory_reserved(clock.on) / 1e9 if clock.cuda else None
     return {

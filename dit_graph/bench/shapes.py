@@ -23,12 +23,20 @@ class Shape:
         call: its call's arguments for a batch, beside size, steps and generator.
         sizes: sides in pixels that are measured unless others are asked for.
         one_size: its transformer is built for one size, which is no argument of the call.
+        pixels: the side in pixels of the square that one image token stands for.
+        frames: latent frames, of a video model.
     """
 
     pipeline: Callable[[Size], Any]
     call: Callable[[int], dict[str, Any]]
     sizes: tuple[int, ...] = (512, 1024)
     one_size: bool = False
+    pixels: int = 16
+    frames: int = 1
+
+    def tokens(self, size: Size) -> int:
+        """Image tokens of one picture."""
+        return (size[0] // self.pixels) * (size[1] // self.pixels) * self.frames
 
 
 def _made(name: str, **config: Any) -> Any:
@@ -185,12 +193,12 @@ SHAPES: dict[str, Shape] = {
         _dit, lambda batch: {"class_labels": list(range(batch))}, (256, 512), one_size=True
     ),
     "pixart-sigma": Shape(_pixart, lambda batch: _masked(4096, 300, batch)),
-    "sana-1.6b": Shape(_sana, lambda batch: _masked(2304, 300, batch)),
+    "sana-1.6b": Shape(_sana, lambda batch: _masked(2304, 300, batch), pixels=32),
     "sd3.5-medium": Shape(_sd3, _sd3_call),
     "flux-dev": Shape(_flux, _flux_call),
     "z-image": Shape(_z_image, _z_image_call),
     "qwen-image": Shape(_qwen_image, _qwen_image_call),
-    "wan-1.3b": Shape(_wan, _wan_call, (256, 480)),
+    "wan-1.3b": Shape(_wan, _wan_call, (256, 480), frames=5),
 }
 
 LANGUAGE_MODELS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,7 @@ class Task:
         images: pictures (prompts in prefill) that one call makes.
         steps: denoising steps of one call; 1 for a step or a prefill.
         left_out: parts of the pipeline that do not run, as the record says it.
+        tokens: of one picture or prompt, where it is known.
     """
 
     scenario: str
@@ -32,6 +33,7 @@ class Task:
     images: int
     steps: int
     left_out: tuple[str, ...] = ()
+    tokens: int | None = None
 
     @property
     def repeated(self) -> torch.nn.Module:
@@ -120,7 +122,8 @@ def _picture(options: BenchOptions, pipe: Any, size: Size, batch: int, on: torch
 
     scenario = f"{named} {width}x{height} B{batch} {options.steps} steps"
     left_out = ("VAE",) * options.latent + ("text encoders",) * (shape is not None)
-    whole = Task(scenario, pipe, picture, batch, options.steps or 1, left_out)
+    tokens = shape.tokens(size) if shape is not None else None
+    whole = Task(scenario, pipe, picture, batch, options.steps or 1, left_out, tokens)
     return whole if options.what == "picture" else _step(whole)
 
 
@@ -150,7 +153,8 @@ def _step(whole: Task) -> Task:
             return denoiser(front.target)(*args, **kwargs)[0]
 
     scenario = f"{whole.scenario.rsplit(' B', 1)[0]} B{whole.images} one step"
-    return Task(scenario, whole.model, step, whole.images, 1, ("VAE", "text encoders"))
+    left_out = ("VAE", "text encoders")
+    return Task(scenario, whole.model, step, whole.images, 1, left_out, whole.tokens)
 
 
 def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
@@ -172,9 +176,8 @@ def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
                 with torch.no_grad():
                     return front.target(input_ids=given, logits_to_keep=1).logits
 
-            yield Task(
-                f"{name} {tokens} tokens B{batch}", causal_lm, prefill, batch, 1, ("decode",)
-            )
+            scenario = f"{name} {tokens} tokens B{batch}"
+            yield Task(scenario, causal_lm, prefill, batch, 1, ("decode",), tokens)
 
 
 def _saved_lm(options: BenchOptions, on: torch.device) -> Any:

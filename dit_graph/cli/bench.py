@@ -22,6 +22,7 @@ from dit_graph.errors import ConfigError
 
 WHATS = ("picture", "step", "prefill")
 _STEPS = 20
+_IMAGES, _FEW = 8, 4
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _COMPARE = ("eager", "full", "breakable")
 _EXAMPLES = """\
@@ -102,9 +103,9 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--compare", type=_variants, default=_COMPARE, metavar="NAME[,NAME]",
         help=f"of {', '.join(VARIANTS)} (default {','.join(_COMPARE)})")  # fmt: skip
-    add("--images", type=whole(1), default=8, metavar="N",
-        help="pictures (calls for a step or a prefill) that each variant is timed on; "
-        "with several processes of all of them (default 8)")  # fmt: skip
+    add("--images", type=whole(1), metavar="N",
+        help="pictures (calls for a step or a prefill) that each variant is timed on, of all "
+        f"processes together (default {_IMAGES}, without a GPU {_FEW})")  # fmt: skip
     add("--remove-syncs", action="store_true", help="enable(remove_syncs=True) for the graphs")
     add("--set-up", choices=("fresh", "here"), default="fresh",
         help="take the set-up time in a fresh process a variant, or in this one, where kernels "
@@ -183,7 +184,7 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         batches=given.batch,
         tokens=given.tokens,
         compare=given.compare,
-        images=given.images,
+        images=given.images or (_IMAGES if device == "cuda" else _FEW),
         latent=given.latent,
         remove_syncs=given.remove_syncs,
         set_up=given.set_up,

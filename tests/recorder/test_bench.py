@@ -28,6 +28,7 @@ from dit_graph.bench.variants import VARIANTS, twin
 from dit_graph.cli.bench import main, parse
 from dit_graph.cli.errors import UsageError
 from dit_graph.cli.model import taken_by
+from dit_graph.errors import ConfigError
 from tests.families import FAMILIES
 
 QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]
@@ -241,3 +242,15 @@ def test_what_never_pays_says_so(tmp_path: Path) -> None:
     assert "never" in text and "* a note" in text and text.startswith("a GPU, cpu a CPU")
     chart.draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_gain_against_tokens(tmp_path: Path) -> None:
+    rows = [row(tokens=64, time_s=1.0), row(mode="breakable", tokens=64, time_s=0.25)]
+    result = {"machine": {"gpu": "a GPU", "cpu": "a CPU"}, "notes": [], "rows": rows}
+    chart.crossover([result], tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as drawn:
+        assert drawn.size == (880, 550)
+    with pytest.raises(ConfigError, match="no row of full"):
+        chart.crossover([result], tmp_path / "x.png", "full")
+    sizes = {name: shape.tokens((512, 512)) for name, shape in SHAPES.items()}
+    assert sizes["flux-dev"] == 1024 and sizes["sana-1.6b"] == 256 and sizes["wan-1.3b"] == 5120
