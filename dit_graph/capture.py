@@ -88,6 +88,8 @@ class Capture:
             try:
                 with self.watch:
                     yield
+                if self.refused is not None:  # the forward caught it, and went another way
+                    raise CaptureError("the forward catches that an operation cannot be captured")
                 self.close()
             except BaseException:
                 if self._segment is not None:

@@ -29,7 +29,7 @@ class Fallback:
         self.say(self.refused if entry is None else entry.eager, reason)
         with breaks.live(self._on.signature.arguments(args, kwargs)):
             run = functools.partial(self._on.eager, *args, **kwargs)
-            return self.with_room(run, (args, kwargs))
+            return run() if self._on.runs_once else self.with_room(run, (args, kwargs))
 
     def say(self, counter: Counter[str], reason: str) -> None:
         """Count an eager call and log the first of each reason; under `strict` an error."""

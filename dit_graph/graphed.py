@@ -40,6 +40,11 @@ class Graphed:
         self.stays_out: set[Any] = set()  # operations that could not be captured: breaks
         self.talks = False  # a collective was met: no process may run the forward twice
 
+    @property
+    def runs_once(self) -> bool:
+        """Whether an eager call must not be tried again: it writes what no recording knows of."""
+        return self.eager != self.original
+
     def seeds(self) -> list[torch.Tensor]:
         """Where the default generators stand."""
         return [generator.get_state() for generator in self.generators]

@@ -15,7 +15,7 @@ from dit_graph.buffers import StaticBuffers
 from dit_graph.capture import Capture
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.entry import Entry
-from dit_graph.errors import CaptureError, Collective, Conflict
+from dit_graph.errors import CaptureError, Collective, Conflict, NotReplayed
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.guards import host_generators
@@ -180,9 +180,14 @@ class Recording:
             entry.unsettled(reason)
         elif learns and self._on.config.on_failure == "eager":
             self._on.pool.sweep()
-            out = self._fallback(entry, f"{reason}; a break from now on", args, kwargs)
             self._on.stays_out.add(refused)
-            return out
+            try:
+                return self._fallback(entry, f"{reason}; a break from now on", args, kwargs)
+            except NotReplayed:  # under strict; the next call records it
+                raise
+            except Exception:  # the operation's own error
+                self._on.stays_out.discard(refused)
+                raise
         else:
             entry.block(reason)
         self._on.pool.sweep()

@@ -41,9 +41,9 @@ def summed(stats: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def syncs(removed: dict[str, int]) -> str:
-    """The line on host syncs that were taken out of a loop: what → how often."""
+    """The line on what was done to host syncs of a loop: what → how often."""
     said = ", ".join(f"{what} ({count}x)" for what, count in removed.items())
-    return f"host syncs removed: {said or 'none so far'}"
+    return f"remove_syncs: {said or 'nothing so far'}"
 
 
 def render(installs: Iterable[Any], notes: list[str], removed: dict[str, int] | None = None) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 import dit_graph
 from dit_graph import break_graph, current_call, eager_on_graph
+from dit_graph.devices.base import is_about_capturing
 from tests.families import FAMILIES
 from tests.pair import PLAIN, Machine
 
@@ -876,6 +877,36 @@ def test_one_graph_stays_eager_where_an_operation_refuses(machine: Machine) -> N
     pair = run(machine, reading, [rows(i) for i in range(6)], backend="full")
     (reason,) = pair.stats["eager"]
     assert "reads_host.default at tests/contract.py" in reason and pair.replays == 0
+
+
+def test_a_forward_that_catches_the_refusal_is_not_recorded_so(machine: Machine) -> None:
+    """It would take its other path in the recording alone."""
+
+    def body(m: Any, x: Any) -> Any:
+        try:
+            return reads_host(m.linear(x))
+        except RuntimeError:
+            return x * 0
+
+    pair = run(machine, body, [rows(i) for i in range(6)])
+    (reason,) = pair.stats["eager"]
+    assert "catches that an operation cannot be captured" in reason and pair.replays == 3
+
+
+def test_strict_raises_once_for_an_operation_that_no_graph_takes(machine: Machine) -> None:
+    pair = machine.pair(Module(reading), strict=True)
+    pair(rows(0).to(machine.on))
+    with pytest.raises(dit_graph.NotReplayed, match="a break from now on"):
+        pair.graphed(rows(1).to(machine.on))
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    assert pair.handle.stats()["replays"] == 3
+
+
+def test_an_error_about_another_operation_teaches_nothing() -> None:
+    said = "CUDA error: operation failed due to a previous error during capture"
+    assert not is_about_capturing(RuntimeError(said))
+    assert is_about_capturing(RuntimeError("operation not permitted when stream is capturing"))
 
 
 def test_an_operation_that_fails_in_eager_too_is_no_break(machine: Machine) -> None:

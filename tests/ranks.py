@@ -1,4 +1,4 @@
-"""What the processes of `recorder/test_ranks.py` run: `python -m tests.ranks failing|talking`."""
+"""What the processes of `recorder/test_ranks.py` and `test_bench.py` run: `python -m tests.ranks failing|talking|bench`."""
 
 import json
 import sys
@@ -19,6 +19,8 @@ from torch.distributed.tensor.parallel import (
 
 import dit_graph
 from dit_graph import generate
+from dit_graph.bench import run as bench_run
+from dit_graph.cli.bench import main as bench
 from tests.families import FAMILIES
 
 FAILS_AT = "a rabbit"
@@ -35,6 +37,19 @@ def failing(argv: list[str]) -> int:
 
     generate._Run._pictures = pictures  # type: ignore[method-assign]
     return generate.main(argv)
+
+
+def half_a_bench(argv: list[str]) -> int:
+    """`dit_graph.bench` where one process cannot look at its device."""
+    real = bench_run.activity
+
+    def activity(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no profiler today")
+        return real(*args)
+
+    bench_run.activity = activity
+    return bench(argv)
 
 
 class Talking(nn.Module):
@@ -130,4 +145,5 @@ def context_parallel() -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit({"failing": failing, "talking": talking}[sys.argv[1]](sys.argv[2:]))
+    ways = {"failing": failing, "talking": talking, "bench": half_a_bench}
+    sys.exit(ways[sys.argv[1]](sys.argv[2:]))

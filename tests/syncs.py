@@ -6,9 +6,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import DDIMScheduler, DiTPipeline, SchedulerMixin
+from diffusers import DDIMScheduler, DDPMScheduler, DiTPipeline, SchedulerMixin
 
 import dit_graph
+from dit_graph.modes.syncs import DeviceTimesteps
 from tests.families import FAMILIES
 from tests.pair import Machine
 from tests.recorder.test_denoise import draw, flux_pipeline
@@ -53,17 +54,17 @@ def test_pictures_stay_the_same(machine: Machine, removed: Any) -> None:
 def test_the_report_and_the_map_say_what_was_removed(machine: Machine) -> None:
     pipe = dit(machine)
     with dit_graph.enable(pipe, device=machine.device, remove_syncs=True) as handle:
-        assert "host syncs removed: none so far" in handle.report()
+        assert "remove_syncs: nothing so far" in handle.report()
         dit_picture(pipe)
         removed = handle.explain().syncs_removed
-        assert removed is not None and removed["step on the host's timestep"] == STEPS
+        assert removed is not None and removed["step given the host's timestep"] == STEPS
         uploaded = "timesteps uploaded once a picture"
         assert removed.get(uploaded, 0) == (1 if machine.on != "cpu" else 0)
-        said = "step on the host's timestep (6x)"
+        said = "step given the host's timestep (6x)"
         assert said in handle.report() and said in str(handle.explain())
     other = dit(machine)
     with dit_graph.enable(other, device=machine.device) as handle:
-        assert handle.explain().syncs_removed is None and "host syncs" not in handle.report()
+        assert handle.explain().syncs_removed is None and "remove_syncs" not in handle.report()
 
 
 def test_each_method_gets_the_hosts_timestep(machine: Machine) -> None:
@@ -89,19 +90,73 @@ def test_each_method_gets_the_hosts_timestep(machine: Machine) -> None:
     assert pipe.scheduler.step is step, "what was there before is back"
 
 
+def placed(scheduler: Any, machine: Machine) -> DeviceTimesteps:
+    """Under both switches, after `set_timesteps`."""
+    timesteps = DeviceTimesteps(scheduler, set(BOTH))
+    timesteps.place(torch.device(machine.on))
+    return timesteps
+
+
 def test_timesteps_that_somebody_writes_into_are_left_alone(machine: Machine) -> None:
-    pipe = dit(machine)
-    handle = dit_graph.enable(pipe, device=machine.device, remove_syncs=True)
-    scheduler = pipe.scheduler
-    scheduler.set_timesteps(4)
-    scheduler.timesteps.sub_(1)
+    scheduler, other = DDIMScheduler(), DDIMScheduler()
+    for made in (scheduler, other):
+        made.set_timesteps(4)
+    timesteps = placed(scheduler, machine)
+    for made in (scheduler, other):
+        made.timesteps.sub_(1)
     x = torch.randn(1, 4, 8, 8).to(machine.on)
-    expected_scheduler = DDIMScheduler()
-    expected_scheduler.set_timesteps(4)
-    expected_scheduler.timesteps.sub_(1)
-    for t, other in zip(scheduler.timesteps, expected_scheduler.timesteps):
-        out, expected = scheduler.step(x, t, x), expected_scheduler.step(x, other, x)
+    for t, same in zip(scheduler.timesteps, other.timesteps):
+        out, expected = scheduler.step(x, t, x), other.step(x, same, x)
         assert torch.equal(out.prev_sample, expected.prev_sample)
+    assert not any("step" in what for what in timesteps.removed)
+    timesteps.remove()
+
+
+def test_a_timestep_of_the_callers_own_finds_what_it_would(machine: Machine) -> None:
+    """No view of ours: `scheduler.timesteps` stays where it is too."""
+    scheduler = DDPMScheduler()
+    scheduler.set_timesteps(4)
+    seen, real = [], scheduler.step
+    scheduler.step = lambda *a, **k: (seen.append(scheduler.timesteps), real(*a, **k))[1]
+    timesteps = placed(scheduler, machine)
+    x = torch.randn(1, 4, 8, 8).to(machine.on)
+    on_device = scheduler.timesteps
+    scheduler.step(x, scheduler.timesteps[1].clone(), x)
+    scheduler.step(x, scheduler.timesteps[1], x)
+    assert seen[0] is on_device and seen[1] is not on_device
+    assert timesteps.removed["step given the host's timestep"] == 1
+
+
+def test_schedulers_that_compute_with_timesteps_keep_the_devices(machine: Machine) -> None:
+    for name in ("LCMScheduler", "SCMScheduler"):
+        scheduler = getattr(diffusers, name)()
+        scheduler.set_timesteps(2, device=machine.on)
+        if machine.on == "cpu":  # what eager would have is what they get
+            assert placed(scheduler, machine)._host is not None
+        else:
+            said = f"not in {name}, which computes with timesteps"
+            assert placed(scheduler, machine).removed == {said: 1}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_in_inference_mode(machine: Machine, mode: Any) -> None:
+    pipe, eager = dit(machine), dit(machine)
+    with mode(), dit_graph.enable(pipe, device=machine.device, remove_syncs=True):
+        for seed in range(3):
+            assert torch.equal(dit_picture(pipe, seed), dit_picture(eager, seed))
+
+
+def test_a_pipeline_that_did_not_ask_is_left_alone(machine: Machine) -> None:
+    first = flux_pipeline().to(machine.on)
+    second = diffusers.FluxPipeline.from_pipe(first)
+    second.set_progress_bar_config(disable=True)
+    handle = dit_graph.enable(first, device=machine.device, remove_syncs=True)
+    draw(first)
+    counted = dict(handle.explain().syncs_removed or {})
+    assert torch.equal(draw(second, 1), draw(flux_pipeline().to(machine.on), 1))
+    assert handle.explain().syncs_removed == counted
+    draw(first)
+    assert handle.explain().syncs_removed != counted
     handle.disable()
 
 
@@ -161,14 +216,16 @@ def schedulers() -> list[str]:
     return found
 
 
-def steps(scheduler: Any, on: str, after_set: Any) -> torch.Tensor:
+def steps(
+    scheduler: Any, on: str, after_set: Any, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """A denoising loop without a model, as pipelines have it."""
     torch.manual_seed(0)
     takes = inspect.signature(scheduler.set_timesteps).parameters
     scheduler.set_timesteps(STEPS, **({"device": on} if "device" in takes else {}))
     after_set(scheduler)
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(1, 4, 8, 8, generator=generator).to(on)
+    sample = torch.randn(1, 4, 8, 8, generator=generator).to(on, dtype)
     for t in scheduler.timesteps:
         given = sample
         if hasattr(scheduler, "scale_model_input"):
@@ -186,14 +243,13 @@ def test_most_schedulers_are_looked_at() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_scheduler_gives_the_same_bits(machine: Machine, name: str) -> None:
-    from dit_graph.modes.syncs import DeviceTimesteps
-
     made = getattr(diffusers, name)
     scheduler = made()
-    timesteps = DeviceTimesteps(scheduler, set(BOTH))  # type: ignore[arg-type]
-    for _ in range(2):
-        out = steps(scheduler, machine.on, lambda s: timesteps.place(torch.device(machine.on)))
-        assert torch.equal(out, steps(made(), machine.on, lambda scheduler: None))
+    timesteps = DeviceTimesteps(scheduler, set(BOTH))
+    for dtype in (torch.float32, torch.bfloat16):
+        after = lambda s: timesteps.place(torch.device(machine.on))
+        out = steps(scheduler, machine.on, after, dtype)
+        assert torch.equal(out, steps(made(), machine.on, lambda scheduler: None, dtype))
     timesteps.remove()
     assert torch.equal(
         steps(scheduler, machine.on, lambda s: None), steps(made(), machine.on, lambda s: None)

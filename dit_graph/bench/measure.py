@@ -22,9 +22,14 @@ WARM = 4  # calls before times count: cold, capture, the compared replay, the ga
 
 @dataclass
 class Times:
-    """Of one variant, in seconds a call: wall clock, and between two events on the device."""
+    """Of one variant, in seconds a call: wall clock, and between two events on the device.
 
-    first: float = 0.0
+    `warm` are the wall clocks of the calls before those that count; `made` is what it took to
+    enable or compile the model.
+    """
+
+    made: float = 0.0
+    warm: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
 
@@ -90,7 +95,7 @@ def measured(
         times by variant; how its result differs from the first one's; and why a variant
         failed, here or in another process.
     """
-    times = {front.variant: Times() for front in fronts}
+    times = {front.variant: Times(front.seconds) for front in fronts}
     outs: dict[str, Any] = {}
     failed: dict[str, str] = {}
 
@@ -107,11 +112,11 @@ def measured(
         return wall, device
 
     for front in fronts:
-        for n in range(WARM):
+        for _ in range(WARM):
             meet(None)
             taken = run(front)
-            if n == 0 and taken is not None:
-                times[front.variant].first = taken[0]
+            if taken is not None:
+                times[front.variant].warm.append(taken[0])
     for turn in range(rounds):
         for front in fronts if turn % 2 == 0 else fronts[::-1]:
             meet(None)
@@ -121,7 +126,9 @@ def measured(
     for others in meet(failed):
         failed = others | failed
     for name in failed:
-        del times[name]
+        times.pop(name, None)
+    if fronts[0].variant in failed:
+        return {}, {}, failed
     expected = outs.get(fronts[0].variant)
     return times, {name: difference(outs[name], expected) for name in times}, failed
 
@@ -138,6 +145,15 @@ def difference(out: Any, expected: Any) -> Apart:
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def first_and_later(made: float, warm: Sequence[float], later: float) -> tuple[float, float]:
+    """Seconds of the first call and of a later one.
+
+    Set-up is what the first calls took more than later ones: enabling or compiling, and the cold,
+    the recorded, the compared and the timed call. All of it counts as the first call's.
+    """
+    return made + sum(warm) - (len(warm) - 1) * later, later
 
 
 def finite(out: Any) -> bool:

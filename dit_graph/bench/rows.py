@@ -7,9 +7,9 @@ Names follow diffusers' own benchmark where they mean the same (`scenario`, `mod
 from collections.abc import Sequence
 from typing import Any
 
-from dit_graph.bench.measure import Activity, Apart, Times, break_even, percentile
+from dit_graph.bench.measure import Activity, Apart, Times, break_even, first_and_later, percentile
 from dit_graph.bench.tasks import Task
-from dit_graph.bench.variants import Front
+from dit_graph.bench.variants import EAGER, Front
 
 Row = dict[str, Any]
 
@@ -22,11 +22,12 @@ def row(
 
     Args:
         apart: from eager's result.
-        set_up: what a fresh process found; without it this one's first call counts.
+        set_up: what a fresh process found; without it this one's first calls count.
     """
     wall, steps = percentile(times.wall, 0.5), task.steps
-    first = times.first if set_up is None else set_up["first_s"]
-    later = wall if set_up is None else set_up["later_s"]
+    first, later = first_and_later(times.made, times.warm, min(times.wall))
+    if set_up is not None:
+        first, later = set_up["first_s"], set_up["later_s"]
     return {
         "scenario": task.scenario,
         "model_cls": type(task.repeated).__name__,
@@ -49,6 +50,7 @@ def row(
         "graph_MiB": _graph_memory(made),
         "equal": apart.equal,
         "difference": apart.most,
+        "images": task.images,
         "break_even_images": None,
         "set_up": "fresh process" if set_up else "this process, kernels warm",
         "stats": made.handle.stats() if made.handle is not None else None,
@@ -64,21 +66,32 @@ def _graph_memory(made: Front) -> float | None:
     return round(float(sum(pools.values())) / 2**20, 1)
 
 
-def with_break_even(rows: list[Row], images: int) -> list[Row]:
-    """The rows with the picture from which on each pays; a call makes `images` of them.
+def unused(row: Row) -> str:
+    """That a row of graphs has replayed nothing, and why; empty where it has."""
+    stats = row["stats"]
+    if stats is None or stats["replays"]:
+        return ""
+    reasons = "; ".join(stats["eager"]) or "too few calls"
+    return f"{row['mode']} replayed nothing ({reasons}): its times are eager's"
 
-    The first row is eager's, the others are compared with it.
+
+def with_break_even(rows: list[Row]) -> list[Row]:
+    """The rows with the picture from which on each pays, compared with eager's of its scenario.
+
+    None where it never does, and where the two set-ups were not taken alike.
     """
-    eager = rows[0]
-    for other in rows[1:]:
-        calls = break_even(other["set_up_s"], other["time_s"], eager["set_up_s"], eager["time_s"])
-        other["break_even_images"] = None if calls is None else (calls - 1) * images + 1
+    for row in rows:
+        of_eager = (r for r in rows if (r["scenario"], r["mode"]) == (row["scenario"], EAGER))
+        eager, calls = next(of_eager, row), None
+        if row is not eager and row["set_up"] == eager["set_up"]:
+            calls = break_even(row["set_up_s"], row["time_s"], eager["set_up_s"], eager["time_s"])
+        row["break_even_images"] = None if calls is None else (calls - 1) * row["images"] + 1
     return rows
 
 
 _SUMS = ("images_per_s",)
 _LARGEST = ("time_s", "step_ms_p50", "step_ms_p95", "device_s", "mem_GB", "graph_MiB", "difference",
-            "set_up_s", "first_s", "break_even_images")  # fmt: skip
+            "set_up_s", "first_s")  # fmt: skip
 
 
 def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:
@@ -96,7 +109,7 @@ def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:
         out |= {name: round(sum(row[name] for row in same), 4) for name in _SUMS}
         for name in _LARGEST:
             known = [row[name] for row in same if row[name] is not None]
-            out[name] = max(known) if len(known) == len(same) else first[name]
+            out[name] = max(known) if len(known) == len(same) else None
         out["stats"] = [row["stats"] for row in same] if len(same) > 1 else first["stats"]
         found.append(out)
-    return found
+    return with_break_even(found)

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
 from dit_graph.bench.measure import WARM, Clock, activity, eager_first, finite, measured
-from dit_graph.bench.rows import Row, merged, row, with_break_even
+from dit_graph.bench.rows import Row, merged, row, unused, with_break_even
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import COMPILED, EAGER, Front, front, impossible
@@ -76,22 +77,25 @@ class _Bench:
     processes: Processes
 
     def run(self, share: _Share) -> None:
-        options, cuda = self.options, self.clock.cuda
-        share.notes += [] if cuda else [_NO_DEVICE]
+        options, together = self.options, self.processes.together
+        share.notes += [] if self.clock.cuda else [_NO_DEVICE]
         names = eager_first(options.compare)
-        why = {n: impossible(n, cuda, options.what, options.enable) for n in names}
+        why = {n: impossible(n, options.device, options.what, options.enable) for n in names}
         share.notes += [f"not measured: {reason}" for reason in why.values() if reason]
-        for task in tasks(options, self.clock.on):
+        scenarios = tasks(options, self.clock.on)
+        while (task := together(lambda: next(scenarios, None))) is not None:
             self._scenario(task, [name for name in names if not why[name]], share)
             if task.left_out:
                 share.notes.append(f"not run: {', '.join(task.left_out)}")
 
     def _scenario(self, task: Task, names: list[str], share: _Share) -> None:
+        """Every process does the same here, as often as the others: they wait for each other."""
         fronts, failed = self._fronts(task, names)
         images = len(self.processes.mine(range(max(self.options.images, self.processes.count))))
+        images = max(self.processes.gather(images))
         rounds = max(2, -(-images // task.images))
-        calls = len(fronts) * (WARM + rounds)
         quiet = not self.processes.is_main
+        calls = len(fronts) * (WARM + rounds)
         with tqdm(total=calls, unit="call", desc=task.scenario, disable=quiet) as bar:
 
             def meet(value: Any = None) -> list[Any]:
@@ -102,16 +106,17 @@ class _Bench:
         failed |= broken
         if EAGER in failed:
             raise UsageError(f"{task.scenario}: eager itself fails: {failed[EAGER]}")
+        rows: list[Row] = []
+        for made in [made for made in fronts if made.variant in times]:
+            name = made.variant
+            set_up = self._set_up(name, task, share)
+            did = self.processes.together(partial(activity, made, task.call, self.clock))
+            rows.append(row(task, made, times[name], did, apart[name], set_up))
         if not finite(task.call(fronts[0])):
             failed["equality"] = "eager's own result is not finite numbers; nothing is shown by it"
         share.notes += [f"{task.scenario}: {name}: {text}" for name, text in failed.items()]
-        rows = []
-        for made in fronts:
-            if made.variant in times:
-                did = activity(made, task.call, self.clock)
-                taken = times[made.variant], did, apart[made.variant]
-                rows.append(row(task, made, *taken, self._set_up(made.variant, task, share)))
-        share.rows += with_break_even(rows, task.images)
+        share.notes += [f"{task.scenario}: {text}" for text in map(unused, rows) if text]
+        share.rows += with_break_even(rows)
         for made in fronts:
             made.release()
 
@@ -128,14 +133,16 @@ class _Bench:
         return found
 
     def _fronts(self, task: Task, names: list[str]) -> tuple[list[Front], dict[str, str]]:
-        """Each variant's front; eager's is the first."""
+        """Each variant's front, eager's first; those that could be made in every process."""
         fronts, failed = [], {}
         for name in names:
             try:
                 fronts.append(front(name, task.model, self.options.enable))
             except (DitGraphError, ValueError, RuntimeError) as error:
                 failed[name] = one_line(error)
-        return fronts, failed
+        for others in self.processes.gather(failed):
+            failed = others | failed
+        return [made for made in fronts if made.variant not in failed], failed
 
 
 def _told(options: BenchOptions) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dit_graph.bench.measure import WARM, Clock
+from dit_graph.bench.measure import WARM, Clock, first_and_later
 from dit_graph.bench.tasks import Task, tasks
-from dit_graph.bench.variants import Front, front
+from dit_graph.bench.variants import front
 from dit_graph.cli.bench import BenchOptions
 from dit_graph.cli.errors import UsageError, told
 
@@ -40,29 +40,23 @@ def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) ->
 
 
 def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
-    """Seconds of the first call, set-up included, and of a later one; GB that torch reserved.
-
-    Set-up is what the first calls took more than later ones: `enable` or `compile`, and the cold,
-    the recorded, the compared and the timed call.
-    """
+    """Seconds of the first call, set-up included, and of a later one; GB that torch reserved."""
     found = (task for task in tasks(options, clock.on) if task.scenario == options.scenario)
     task = next(found, None)
     if task is None:
         raise UsageError(f"no scenario {options.scenario!r}")
-    made: list[Front] = []
-
-    def call() -> Any:
-        if not made:
-            made.append(front(name, task.model, options.enable))
-        made[0].before_call()
-        return task.call(made[0])
-
     with told(f"setting up {name}"):
+        made = front(name, task.model, options.enable)
+
+        def call() -> Any:
+            made.before_call()
+            return task.call(made)
+
         spent = [clock(call)[1] for _ in range(WARM + 2)]
-    later = min(spent[WARM:])
+    first, later = first_and_later(made.seconds, spent[:WARM], min(spent[WARM:]))
     peak = torch.cuda.max_memory_reserved(clock.on) / 1e9 if clock.cuda else None
     return {
-        "first_s": sum(spent[:WARM]) - (WARM - 1) * later,
+        "first_s": first,
         "later_s": later,
         "mem_GB": None if peak is None else round(peak, 2),
     }

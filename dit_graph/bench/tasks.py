@@ -106,6 +106,7 @@ def _picture(options: BenchOptions, pipe: Any, size: Size, batch: int, on: torch
     output = "latent" if options.latent else "pt"
     with _made_on(on, options.dtype):
         given = shape.call(batch) if shape is not None else _prompts(options, batch)
+    given |= model.more(type(pipe), options)
     taken = model.taken_by(type(pipe))
     given |= {"num_inference_steps": options.steps, "output_type": output}
     if "height" in taken:
@@ -129,7 +130,7 @@ def _picture(options: BenchOptions, pipe: Any, size: Size, batch: int, on: torch
 
 def _prompts(options: BenchOptions, batch: int) -> dict[str, Any]:
     prompts = [options.prompts[i % len(options.prompts)] for i in range(batch)]
-    return {"prompt": prompts, **options.pipeline_kwargs}
+    return {"prompt": prompts}
 
 
 def _step(whole: Task) -> Task:

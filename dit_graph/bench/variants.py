@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,13 @@ class Front:
     """A model as one variant runs it.
 
     `target` is the pipeline or causal LM to call. `handle` is dit_graph's, None for the others.
+    `seconds` is what enabling or compiling took.
     """
 
     variant: str
     target: Any
     handle: Any = None
+    seconds: float = 0.0
 
     def release(self) -> None:
         if self.handle is not None:
@@ -59,18 +62,22 @@ def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
         transformer, mode = twin(getattr(model, name)), {}
         setattr(target, name, transformer)
         target.scheduler = copy.deepcopy(model.scheduler)
-    made = Front(variant, target)
+    made, began = Front(variant, target), time.perf_counter()
     if variant in GRAPHS:
         made.handle = dit_graph.enable(target, backend=variant, **mode, **enable)
     elif variant == "regional":
         transformer.compile_repeated_blocks(fullgraph=True)
     elif variant in COMPILED:
         transformer.compile(mode=variant)
+    made.seconds = time.perf_counter() - began
     return made
 
 
-def impossible(variant: str, on_cuda: bool, what: str, options: dict[str, Any]) -> str:
-    """Why a variant cannot be measured here, or an empty string."""
+def impossible(variant: str, device: str, what: str, options: dict[str, Any]) -> str:
+    """Why a variant cannot be measured on cuda, cpu or recorder, or an empty string."""
+    if variant in GRAPHS and device == "cpu":
+        return f"{variant}: nothing is recorded on a CPU, but by --device recorder"
+    on_cuda = device == "cuda"
     if variant in COMPILED and not on_cuda:
         return f"{variant} needs a CUDA device"
     if variant == "regional" and what == "prefill":

@@ -158,8 +158,11 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         raise UsageError("random weights and prefill take no prompt; leave --prompt out")
     if (given.what == "prefill") != (given.model in LANGUAGE_MODELS) and named:
         raise UsageError(f"--model {given.model}: is not for --what {given.what}")
-    if given.what == "prefill" and (given.sizes or given.remove_syncs or given.latent):
-        raise UsageError("--sizes, --latent and --remove-syncs are about pictures, not prefill")
+    of_pictures = (given.sizes, given.remove_syncs, given.latent, given.pipeline_kwargs)
+    if given.what == "prefill" and any(of_pictures):
+        raise UsageError(
+            "--sizes, --latent, --remove-syncs, --pipeline-kwargs are about pictures, not prefill"
+        )
     if given.chart is not None or given.output is not None:
         _check_results(given.chart, given.output)
     return BenchOptions(

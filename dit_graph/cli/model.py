@@ -119,7 +119,7 @@ def arguments(cls: type, options: Options) -> dict[str, Any]:
     }
     given = {name: value for name, value in given.items() if value is not None}
     _check_taken(cls, options, given)
-    given |= _more(cls, options)
+    given |= more(cls, options)
     if "num_frames" in taken and given.setdefault("num_frames", 1) != 1 and options.draws:
         raise UsageError("--pipeline-kwargs num_frames: pictures are drawn here, so it must be 1")
     return {**given, "output_type": "pil"} if "output_type" in taken else given
@@ -137,7 +137,7 @@ def _check_taken(cls: type, options: Options, given: Iterable[str]) -> None:
         raise UsageError(f"{cls.__name__} takes no LoRA, which --lora needs")
 
 
-def _more(cls: type, options: Options) -> dict[str, Any]:
+def more(cls: type, options: Options) -> dict[str, Any]:
     """The arguments of `--pipeline-kwargs`, once the class takes them."""
     taken = taken_by(cls)
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())

@@ -25,9 +25,11 @@ def is_about_capturing(error: BaseException) -> bool:
     """Whether an operation says that it cannot run while a graph is captured.
 
     CUDA's own error is "operation not permitted when stream is capturing", torch's name the capture
-    too; what else goes wrong in a capture says nothing about the operation.
+    too. What else goes wrong in a capture says nothing about the operation, and "due to a previous
+    error during capture" is about another one.
     """
-    return isinstance(error, RuntimeError) and "captur" in str(error).lower()
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and "captur" in text and "previous error" not in text
 
 
 class Segment(ABC):

@@ -196,6 +196,8 @@ class Cuda(Device):
                 f"the {allocator} allocator has no private graph pools;"
                 " unset backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
             )
+        with torch.cuda.device(self.on):
+            _own_stream()
 
     def memory(self) -> CudaMemory:
         return CudaMemory(self.on)

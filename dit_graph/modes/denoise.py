@@ -90,15 +90,19 @@ class TimestepsSlot(Slot):
             self.timesteps = DeviceTimesteps(self._scheduler, wanted)
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        watching = _has_callback(sys._getframe(1))
+        pipe, frame = _caller(sys._getframe(1))
+        watching = pipe is not None and _has_callback(pipe, frame)
         listeners = tuple(self._listeners)
         for listener in listeners:
             listener.watching = watching
             listener.begin()
         out = self.original(*args, **kwargs)
-        places = [on for listener in listeners if listener.removes and (on := listener.device())]
-        if self.timesteps is not None and places:
-            self.timesteps.place(places[0])
+        if self.timesteps is not None:
+            asks = any(listener.removes and listener.is_of(pipe) for listener in listeners)
+            if asks:
+                self.timesteps.place(pipe._execution_device)
+            else:
+                self.timesteps.forget()
         return out
 
 
@@ -145,10 +149,8 @@ class Pictures:
         timesteps = None if self._slot is None else self._slot.timesteps
         return {} if timesteps is None else dict(timesteps.removed)
 
-    def device(self) -> torch.device | None:
-        """Where the target's loop runs."""
-        on: torch.device | None = getattr(self._target(), "_execution_device", None)
-        return on
+    def is_of(self, target: Any) -> bool:
+        return target is not None and self._target() is target
 
     def begin(self) -> None:
         """A picture begins now; what `handle.new_picture()` calls."""
@@ -169,18 +171,22 @@ def _scheduler_of(target: Any) -> Any:
     return scheduler if callable(getattr(scheduler, "set_timesteps", None)) else None
 
 
-def _has_callback(frame: types.FrameType | None) -> bool:
-    """Whether the pipeline's call that leads here was given something to run between its steps."""
+def _caller(frame: types.FrameType | None) -> tuple[Any, dict[str, Any]]:
+    """The pipeline whose call leads here, and what its call knows; None without one."""
     while frame is not None:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
-            pipe = here.get("self")
-            if isinstance(pipe, DiffusionPipeline):
-                given = [here.get(n) for n in ("callback_on_step_end", "callback")]
-                guider = getattr(pipe, "guider", None)  # adds and removes hooks between steps
-                return any(change is not None for change in (*given, guider))
+            if isinstance(here.get("self"), DiffusionPipeline):
+                return here["self"], here
         frame = frame.f_back
-    return False
+    return None, {}
+
+
+def _has_callback(pipe: Any, here: dict[str, Any]) -> bool:
+    """Whether the pipeline's call was given something to run between its steps."""
+    given = [here.get(n) for n in ("callback_on_step_end", "callback")]
+    guider = getattr(pipe, "guider", None)  # adds and removes hooks between steps
+    return any(change is not None for change in (*given, guider))
 
 
 def warm_pipeline(pipe: Any, sizes: Sequence[tuple[int, int]], kwargs: dict[str, Any]) -> None:

@@ -43,7 +43,6 @@ class LiveCall:
     plain: Callable[[], Any] | None = None
     """The model's own call, which answers where nothing is recorded; `answer` is what it gave."""
     answer: Any = None
-    ran_out: BaseException | None = None
 
 
 class _Local(threading.local):

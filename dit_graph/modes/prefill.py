@@ -289,19 +289,13 @@ class Prefill:
     def plain_forward(self, **padded: Any) -> dict[str, Any]:
         """What is eager answers with the caller's own call, which pads nothing.
 
-        Not after a recording that failed: the cache has some of its layers already. And once only.
+        Not after a recording that failed: the cache has some of its layers already.
         """
         call = live.current()
         if call.plain is None or call.kept:
             return self.padded_forward(**padded)
-        if call.ran_out is not None:
-            raise call.ran_out
-        try:
-            with live.live(None):  # its attention sees the caller's tensors
-                call.answer = call.plain()
-        except torch.OutOfMemoryError as error:
-            call.ran_out = error
-            raise
+        with live.live(None):  # its attention sees the caller's tensors
+            call.answer = call.plain()
         return {"states": {}}
 
     @contextmanager

@@ -16,6 +16,11 @@ from dit_graph.config import Sync
 from dit_graph.slot import Slot
 
 _METHODS = ("step", "scale_model_input")
+_COMPUTES = {
+    "FlowMapEulerDiscreteScheduler", "LCMScheduler", "MiniMaxH3Scheduler", "SCMScheduler",
+}  # fmt: skip
+"""Schedulers whose step puts timesteps into its arithmetic, in which a number from the host may be
+rounded otherwise than one on the device; the others of diffusers look something up."""
 
 
 class DeviceTimesteps:
@@ -34,7 +39,7 @@ class DeviceTimesteps:
         self._host: torch.Tensor | None = None  # (steps,)
         self._device: torch.Tensor | None = None  # the same values
         self._given: torch.Tensor | None = None  # what `set_timesteps` left
-        self._version = 0
+        self._version: int | None = None
         self.removed: dict[str, int] = {}  # what was taken out → how often
         self._slots = []
         for name in _METHODS if "step" in switches else ():
@@ -45,17 +50,31 @@ class DeviceTimesteps:
 
     def place(self, on: torch.device) -> None:
         """After `set_timesteps`: have the timesteps on the device `on` and on the host."""
+        self.forget()
         given = getattr(self._scheduler, "timesteps", None)
-        self._host = self._device = self._given = None
-        if not isinstance(given, torch.Tensor) or given.dim() != 1:
+        if not isinstance(given, torch.Tensor) or given.dim() != 1 or not given.numel():
             return
-        self._given, self._host = given, given.cpu()
-        self._device = given
+        device = given
         if "timesteps" in self.switches and given.device != on:
-            self._device = given.to(on)
-            self._scheduler.timesteps = self._device
+            device = given.to(on)
             self._count("timesteps uploaded once a picture")
-        self._version = self._device._version
+        elif self._computes(given):
+            self._count(f"not in {type(self._scheduler).__name__}, which computes with timesteps")
+            return
+        host = given.clone() if given.device.type == "cpu" else given.cpu()
+        self._given, self._host, self._device = given, host, device
+        self._version = _version(device)
+        self._scheduler.timesteps = device
+
+    def _computes(self, given: torch.Tensor) -> bool:
+        """Whether a timestep from the host could give other bits than eager, whose is `given`'s."""
+        cls = type(self._scheduler)
+        unknown = not cls.__module__.startswith("diffusers.")
+        return given.device.type != "cpu" and (unknown or cls.__name__ in _COMPUTES)
+
+    def forget(self) -> None:
+        """The timesteps of a picture that is not ours: nothing is handed on."""
+        self._host = self._device = self._given = None
 
     def host_value(self, argument: Any) -> Any:
         """The host's view of a timestep that is a 0-dim view of ours; anything else as it is."""
@@ -66,24 +85,27 @@ class DeviceTimesteps:
             return argument
         offset = argument.storage_offset() - ours.storage_offset()
         assert self._host is not None
-        return self._host[offset // ours.stride(0)]
+        return self._host[offset // (ours.stride(0) or 1)]
 
     def call_on_host(self, slot: "_OnHost", args: Any, kwargs: Any) -> Any:
         """Call a method of the scheduler's with timesteps on the host."""
         on_device = self._device
         if on_device is None or self._scheduler.timesteps is not on_device:
             return slot.original(*args, **kwargs)
-        if on_device._version != self._version:  # somebody wrote into them
+        if _version(on_device) != self._version:  # somebody wrote into them
             return slot.original(*args, **kwargs)
+        given = [*args, *kwargs.values()]
         args = [self.host_value(value) for value in args]
         kwargs = {name: self.host_value(value) for name, value in kwargs.items()}
+        if all(a is b for a, b in zip(given, [*args, *kwargs.values()])):
+            return slot.original(*args, **kwargs)
         self._scheduler.timesteps = self._host
         try:
             out = slot.original(*args, **kwargs)
         finally:
             if self._scheduler.timesteps is self._host:  # else the method made others
                 self._scheduler.timesteps = on_device
-        self._count(f"{slot.name} on the host's timestep")
+        self._count(f"{slot.name} given the host's timestep")
         return out
 
     def _count(self, what: str) -> None:
@@ -95,6 +117,11 @@ class DeviceTimesteps:
             slot.remove()
         if self._device is not None and self._scheduler.timesteps is self._device:
             self._scheduler.timesteps = self._given
+
+
+def _version(t: torch.Tensor) -> int | None:
+    """How often a tensor was written in place; inference tensors do not say."""
+    return None if t.is_inference() else t._version
 
 
 class _OnHost(Slot):

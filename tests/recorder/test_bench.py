@@ -19,12 +19,13 @@ from dit_graph.bench.measure import (
     difference,
     eager_first,
     finite,
+    first_and_later,
     percentile,
 )
-from dit_graph.bench.rows import merged
+from dit_graph.bench.rows import merged, with_break_even
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
 from dit_graph.bench.tasks import denoiser
-from dit_graph.bench.variants import VARIANTS, twin
+from dit_graph.bench.variants import VARIANTS, Front, twin
 from dit_graph.cli.bench import main, parse
 from dit_graph.cli.errors import UsageError
 from dit_graph.cli.model import taken_by
@@ -92,8 +93,6 @@ def test_set_up_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_variant_that_fails_is_told_and_the_others_go_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dit_graph.bench.variants import Front
-
     def fails(self: Front) -> None:
         if self.variant == "full":
             raise RuntimeError("no luck")
@@ -105,13 +104,17 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(
     assert any("full: failed: RuntimeError: no luck" in note for note in result["notes"])
 
 
-def test_two_processes_share_the_images(tmp_path: Path) -> None:
-    command = ["--nproc-per-node", "2", "--master-port", "29561", "-m", "dit_graph.bench", *HERE]
-    done = subprocess.run(
+def launched(*module: str) -> subprocess.CompletedProcess[str]:
+    command = ["--nproc-per-node", "2", "--master-port", "29561", "-m", *module, *HERE]
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command, "--compare", "breakable"],
-        capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path,
+        capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+
+
+def test_two_processes_share_the_images() -> None:
+    done = launched("dit_graph.bench")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert [row["processes"] for row in result["rows"]] == [2, 2]
@@ -119,6 +122,13 @@ def test_two_processes_share_the_images(tmp_path: Path) -> None:
         assert row["equal"] and row["images_per_s"] > 1.5 / row["time_s"]
     assert done.stdout.count("| breakable |") == 1, "one report"
     assert "| processes |" in done.stdout
+
+
+def test_a_process_that_fails_ends_all_by_name() -> None:
+    done = launched("tests.ranks", "bench")
+    assert done.returncode != 0
+    assert "process 2 of 2: RuntimeError: no profiler today" in done.stderr
+    assert "breakable |" not in done.stdout and "Traceback" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -219,19 +229,64 @@ def row(**more: Any) -> dict[str, Any]:
                "graph_MiB", "break_even_images")  # fmt: skip
     return {
         "scenario": "m 64x64", "model_cls": "M", "num_params_B": 1.0, "mode": "eager",
-        "processes": 1, "images_per_s": 2.0, "equal": True, "stats": None,
+        "processes": 1, "images": 1, "images_per_s": 2.0, "set_up": "here", "equal": True,
+        "stats": None,
         **dict.fromkeys(numbers, 0.5), **dict.fromkeys(missing), **more,
     }  # fmt: skip
 
 
 def test_processes_are_merged() -> None:
-    first = [row(), row(mode="full", graph_MiB=3.0)]
-    second = [row(time_s=0.7), row(mode="full", graph_MiB=4.0, equal=False), row(mode="x")]
-    both = merged([first, second])
+    graphs = row(mode="full", graph_MiB=3.0, set_up_s=2.5, time_s=0.25)
+    second = [row(time_s=0.7), {**graphs, "graph_MiB": 4.0, "equal": False, "difference": None}]
+    both = merged([[row(), graphs], [*second, row(mode="x")]])
     assert [r["mode"] for r in both] == ["eager", "full"]
     assert both[0]["images_per_s"] == 4.0 and both[0]["time_s"] == 0.7
     assert both[1]["graph_MiB"] == 4.0 and both[1]["equal"] is False
-    assert [r["processes"] for r in both] == [2, 2]
+    assert both[1]["difference"] is None and [r["processes"] for r in both] == [2, 2]
+    assert both[1]["break_even_images"] == break_even(2.5, 0.25, 0.5, 0.7) == 5
+
+
+def test_set_ups_that_were_not_taken_alike_are_not_compared() -> None:
+    rows = with_break_even([row(), row(mode="full", time_s=0.25, set_up="fresh process")])
+    assert rows[1]["break_even_images"] is None
+
+
+def test_set_up_is_all_that_the_first_calls_take_longer() -> None:
+    """Enabling 0.1 s, cold 0.03, recorded 0.6, compared 0.06, timed 0.03; later 0.01 each."""
+    first, later = first_and_later(0.1, [0.03, 0.6, 0.06, 0.03], 0.01)
+    assert first - later == pytest.approx(0.1 + 0.02 + 0.59 + 0.05 + 0.02)
+
+
+def test_graphs_that_replay_nothing_say_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIT_GRAPH_DISABLE", "1")
+    assert main([*HERE, "--compare", "full"]) == 0
+    (note,) = [note for note in record(capsys)["notes"] if "replayed nothing" in note]
+    assert "full replayed nothing (DIT_GRAPH_DISABLE=1 is set): its times are eager's" in note
+    monkeypatch.delenv("DIT_GRAPH_DISABLE")
+    assert main([*HERE[:-2], "--set-up", "here", "--compare", "full", "--device", "cpu"]) == 0
+    result = record(capsys)
+    assert [row["mode"] for row in result["rows"]] == ["eager"]
+    assert any("nothing is recorded on a CPU" in note for note in result["notes"])
+
+
+def test_an_eager_failure_ends_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Front) -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(Front, "before_call", fails)
+    assert main([*HERE, "--compare", "full"]) == 2
+    assert "eager itself fails: failed: RuntimeError: no luck" in capsys.readouterr().err
+
+
+def test_more_arguments_of_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--pipeline-kwargs", '{"style": "noto"}']
+    assert main([*HERE, "--compare", "eager", *more]) == 0
+    assert main([*HERE, "--compare", "eager", "--pipeline-kwargs", '{"nonsense": 3}']) == 2
+    assert "takes no such argument" in capsys.readouterr().err
 
 
 def test_what_never_pays_says_so(tmp_path: Path) -> None:

@@ -566,7 +566,7 @@ def test_syncs_need_a_device(capsys: pytest.CaptureFixture[str]) -> None:
 def test_syncs_that_were_found_are_in_text_and_dict() -> None:
     found = Explanation((), syncs=(HostSync("a.py:3 in f", 6),), syncs_removed={"x": 2})
     assert str(found).splitlines() == [
-        "host syncs removed: x (2x)", "host syncs of a picture: 6", "  6x at a.py:3 in f",
+        "remove_syncs: x (2x)", "host syncs of a picture: 6", "  6x at a.py:3 in f",
     ]  # fmt: skip
     assert found.to_dict()["syncs"] == [{"where": "a.py:3 in f", "count": 6}]
     assert "host syncs of a picture: none" in str(Explanation((), syncs=()))
