@@ -1,4 +1,4 @@
-"""What the processes of `recorder/test_ranks.py` and `test_bench.py` run: `python -m tests.ranks failing|talking|bench`."""
+"""What the processes of `test_ranks.py` and `test_bench.py` run: `python -m tests.ranks WAY`."""
 
 import json
 import sys
