@@ -82,4 +82,4 @@ def test_a_recipe_without_host_syncs(
     assert recipe(name).main(tiny(machine.device, tmp_path, "--remove-syncs")) == 0
     report = capsys.readouterr().out
     assert replays(report) > 0 and SAME in report, report
-    assert re.search(r"host syncs removed: .+ \(\d+x\)", report), report
+    assert re.search(r"remove_syncs: .+ \(\d+x\)", report), report
