@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from dit_graph.bench.variants import EAGER, Call, Front
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
-WARM = 4  # calls before times count: cold, capture, the compared replay, the gate's eager call
+SETTLING = 6
+"""Calls of a module until it replays for good: cold, recorded, compared, and those of the gate."""
 
 
 @dataclass
@@ -52,6 +53,17 @@ class Apart:
     most: float | None
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Of one scenario, by variant: times, how its result differs from the first one's, and why it
+    failed, here or in another process. `finite` is about the first one's result."""
+
+    times: dict[str, Times]
+    apart: dict[str, Apart]
+    failed: dict[str, str]
+    finite: bool
+
+
 class Clock:
     """Times a call; on a CUDA device with it idle before and after."""
 
@@ -82,18 +94,15 @@ def measured(
     fronts: Sequence[Front],
     call: Call,
     clock: Clock,
+    warm: int,
     rounds: int,
     meet: Callable[[Any], list[Any]],
-) -> tuple[dict[str, Times], dict[str, Apart], dict[str, str]]:
-    """Call every front in turn, A B B A, `rounds` times.
+) -> Measured:
+    """Call every front `warm` times, then all in turn, A B B A, `rounds` times.
 
     Args:
         meet: called before every call, as often in every process: those of all begin together. It
             gives what each of them came with.
-
-    Returns:
-        times by variant; how its result differs from the first one's; and why a variant
-        failed, here or in another process.
     """
     times = {front.variant: Times(front.seconds) for front in fronts}
     outs: dict[str, Any] = {}
@@ -112,7 +121,7 @@ def measured(
         return wall, device
 
     for front in fronts:
-        for _ in range(WARM):
+        for _ in range(warm):
             meet(None)
             taken = run(front)
             if taken is not None:
@@ -128,9 +137,10 @@ def measured(
     for name in failed:
         times.pop(name, None)
     if fronts[0].variant in failed:
-        return {}, {}, failed
-    expected = outs.get(fronts[0].variant)
-    return times, {name: difference(outs[name], expected) for name in times}, failed
+        return Measured({}, {}, failed, False)
+    expected = outs[fronts[0].variant]
+    apart = {name: difference(outs[name], expected) for name in times}
+    return Measured(times, apart, failed, finite(expected))
 
 
 def difference(out: Any, expected: Any) -> Apart:

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
-from dit_graph.bench.measure import WARM, Clock, activity, eager_first, finite, measured
+from dit_graph.bench.measure import Clock, activity, eager_first, measured
 from dit_graph.bench.rows import Row, merged, row, unused, with_break_even
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
@@ -95,24 +95,24 @@ class _Bench:
         images = max(self.processes.gather(images))
         rounds = max(2, -(-images // task.images))
         quiet = not self.processes.is_main
-        calls = len(fronts) * (WARM + rounds)
+        calls = len(fronts) * (task.warm + rounds)
         with tqdm(total=calls, unit="call", desc=task.scenario, disable=quiet) as bar:
 
             def meet(value: Any = None) -> list[Any]:
                 bar.update()
                 return self.processes.gather(value)
 
-            times, apart, broken = measured(fronts, task.call, self.clock, rounds, meet)
-        failed |= broken
+            found = measured(fronts, task.call, self.clock, task.warm, rounds, meet)
+        failed |= found.failed
         if EAGER in failed:
             raise UsageError(f"{task.scenario}: eager itself fails: {failed[EAGER]}")
         rows: list[Row] = []
-        for made in [made for made in fronts if made.variant in times]:
+        for made in [made for made in fronts if made.variant in found.times]:
             name = made.variant
             set_up = self._set_up(name, task, share)
             did = self.processes.together(partial(activity, made, task.call, self.clock))
-            rows.append(row(task, made, times[name], did, apart[name], set_up))
-        if not finite(task.call(fronts[0])):
+            rows.append(row(task, made, found.times[name], did, found.apart[name], set_up))
+        if not found.finite:
             failed["equality"] = "eager's own result is not finite numbers; nothing is shown by it"
         share.notes += [f"{task.scenario}: {name}: {text}" for name, text in failed.items()]
         share.notes += [f"{task.scenario}: {text}" for text in map(unused, rows) if text]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.bench.measure import WARM, Clock, first_and_later
+from dit_graph.bench.measure import Clock, first_and_later
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import front
 from dit_graph.cli.bench import BenchOptions
@@ -52,8 +52,8 @@ def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
             made.before_call()
             return task.call(made)
 
-        spent = [clock(call)[1] for _ in range(WARM + 2)]
-    first, later = first_and_later(made.seconds, spent[:WARM], min(spent[WARM:]))
+        spent = [clock(call)[1] for _ in range(task.warm + 2)]
+    first, later = first_and_later(made.seconds, spent[: task.warm], min(spent[task.warm :]))
     peak = torch.cuda.max_memory_reserved(clock.on) / 1e9 if clock.cuda else None
     return {
         "first_s": first,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from dit_graph.bench.measure import SETTLING
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES, Size, language_model
 from dit_graph.bench.variants import Call, Front
 from dit_graph.cli import model
@@ -34,6 +35,11 @@ class Task:
     steps: int
     left_out: tuple[str, ...] = ()
     tokens: int | None = None
+
+    @property
+    def warm(self) -> int:
+        """Calls until a later one is like the next; a picture of many steps settles in one."""
+        return max(2, -(-SETTLING // self.steps) + 1)
 
     @property
     def repeated(self) -> torch.nn.Module:

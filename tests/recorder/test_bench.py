@@ -1,9 +1,6 @@
 """`python -m dit_graph.bench` with the embedded model on the recorder."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +28,10 @@ from dit_graph.cli.errors import UsageError
 from dit_graph.cli.model import taken_by
 from dit_graph.errors import ConfigError
 from tests.families import FAMILIES
+from tests.launchers import ROOT, TORCHRUN, launch
 
 QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]
 HERE = [*QUICK, "--set-up", "here"]
-ROOT = Path(__file__).parents[2]
 
 
 def record(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -104,17 +101,8 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(
     assert any("full: failed: RuntimeError: no luck" in note for note in result["notes"])
 
 
-def launched(*module: str) -> subprocess.CompletedProcess[str]:
-    command = ["--nproc-per-node", "2", "--master-port", "29561", "-m", *module, *HERE]
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command, "--compare", "breakable"],
-        capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 def test_two_processes_share_the_images() -> None:
-    done = launched("dit_graph.bench")
+    done = launch(TORCHRUN, ROOT, "dit_graph.bench", *HERE, "--compare", "breakable")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert [row["processes"] for row in result["rows"]] == [2, 2]
@@ -125,10 +113,10 @@ def test_two_processes_share_the_images() -> None:
 
 
 def test_a_process_that_fails_ends_all_by_name() -> None:
-    done = launched("tests.ranks", "bench")
+    done = launch(TORCHRUN, ROOT, "tests.ranks", "bench", *HERE, "--compare", "full")
     assert done.returncode != 0
     assert "process 2 of 2: RuntimeError: no profiler today" in done.stderr
-    assert "breakable |" not in done.stdout and "Traceback" in done.stderr
+    assert "| full |" not in done.stdout and "Traceback" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 import io
 import json
-import os
-import socket
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -13,30 +9,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import dit_graph
 from dit_graph import generate
+from tests.launchers import ACCELERATE, TORCHRUN, launch
 from tests.ranks import FAILS_AT
 
 PROMPTS = ["a fox", "a cat", "a dog", "birthday cake", FAILS_AT]
 OPTIONS = ["--steps", "3", "--guidance-scale", "2", "--device", "recorder", "--seed", "7"]
 OPTIONS += ["--size", "64x64", "--size", "96x64", "--report", "json"]
-ROOT = Path(dit_graph.__file__).parent.parent
-# --multi_gpu is accelerate's word for torchrun underneath; without GPUs it starts CPU processes
-ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]
-
-
-def launch(launcher: list[str], cwd: Path, *argv: Any) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    name = "--main_process_port" if launcher is ACCELERATE else "--master-port"
-    more = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, name, str(port), "-m", *map(str, argv)],
-        cwd=cwd, env=os.environ | more, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
 
 
 def contents(folder: Path) -> dict[str, Any]:
