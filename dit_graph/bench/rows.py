@@ -78,12 +78,14 @@ def unused(row: Row) -> str:
 def with_break_even(rows: list[Row]) -> list[Row]:
     """The rows with the picture from which on each pays, compared with eager's of its scenario.
 
-    None where it never does, and where the two set-ups were not taken alike.
+    None where it never does, where the two set-ups were not taken alike, and without a device, on
+    which alone it says anything.
     """
     for row in rows:
         of_eager = (r for r in rows if (r["scenario"], r["mode"]) == (row["scenario"], EAGER))
         eager, calls = next(of_eager, row), None
-        if row is not eager and row["set_up"] == eager["set_up"]:
+        alike = row["set_up"] == eager["set_up"] and row["device_s"] is not None
+        if row is not eager and alike:
             calls = break_even(row["set_up_s"], row["time_s"], eager["set_up_s"], eager["time_s"])
         row["break_even_images"] = None if calls is None else (calls - 1) * row["images"] + 1
     return rows

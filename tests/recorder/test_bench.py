@@ -77,14 +77,11 @@ def test_latents_and_removed_syncs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_set_up_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the picture from which on it pays, from what that found."""
     assert main([*QUICK, "--compare", "breakable"]) == 0
     eager, graphs = record(capsys)["rows"]
     assert eager["set_up"] == graphs["set_up"] == "fresh process"
     assert graphs["set_up_s"] >= 0 and graphs["first_s"] > 0
-    assert graphs["break_even_images"] == break_even(
-        graphs["set_up_s"], graphs["time_s"], eager["set_up_s"], eager["time_s"]
-    )
+    assert graphs["break_even_images"] is None, "the recorder's times say nothing"
 
 
 def test_a_variant_that_fails_is_told_and_the_others_go_on(
@@ -212,8 +209,9 @@ def test_a_twin_shares_weights_and_no_module() -> None:
 
 
 def row(**more: Any) -> dict[str, Any]:
-    numbers = ("time_s", "step_ms_p50", "step_ms_p95", "set_up_s", "first_s", "difference")
-    missing = ("device_s", "gpu_busy", "kernels_per_step", "launches_per_step", "mem_GB",
+    numbers = ("time_s", "step_ms_p50", "step_ms_p95", "set_up_s", "first_s", "difference",
+               "device_s")  # fmt: skip
+    missing = ("gpu_busy", "kernels_per_step", "launches_per_step", "mem_GB",
                "graph_MiB", "break_even_images")  # fmt: skip
     return {
         "scenario": "m 64x64", "model_cls": "M", "num_params_B": 1.0, "mode": "eager",
