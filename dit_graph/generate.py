@@ -122,7 +122,10 @@ def _graphed(pipe: Any, options: Options) -> Iterator[dit_graph.Handle | None]:
 
 
 def _save_sheet(shares: Sequence[_Share], options: Options) -> None:
-    """The contact sheet of all processes' pictures, in the order in which one would draw them."""
+    """The contact sheet of all processes' pictures, in the order in which one would draw them.
+
+    Its text under `pictures` is JSON: each file's name and what it was made with.
+    """
     saved = {number: path for share in shares for number, path in share.saved.items()}
     paths = [saved[number] for number in sorted(saved)]
     here = [path for path in paths if path.exists()]
@@ -130,7 +133,9 @@ def _save_sheet(shares: Sequence[_Share], options: Options) -> None:
         _say(f"{len(paths) - len(here)} pictures are on other machines", options)
     if len(here) > 1:
         path = files.sheet_path(options.output)
-        _write(files.contact_sheet([files.thumbnail(saved) for saved in here]), path, {})
+        told_of = [{"file": saved.name, **files.settings_of(saved)} for saved in here]
+        sheet = files.contact_sheet([files.thumbnail(saved) for saved in here])
+        _write(sheet, path, {"pictures": json.dumps(told_of)})
         _say(str(path), options)
 
 

@@ -84,6 +84,13 @@ def thumbnail(path: Path) -> Image.Image:
     return small
 
 
+def settings_of(path: Path) -> dict[str, str]:
+    """What a saved picture was made with."""
+    with Image.open(path) as picture:
+        text: dict[str, str] = dict(getattr(picture, "text", {}))
+    return text
+
+
 def contact_sheet(pictures: Sequence[Image.Image]) -> Image.Image:
     """The pictures in reading order on a white grid that is about square."""
     columns = math.ceil(math.sqrt(len(pictures)))

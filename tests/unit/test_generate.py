@@ -94,6 +94,16 @@ def test_prompts_come_from_everywhere(folder: Path) -> None:
     ]
 
 
+def test_a_contact_sheet_says_how_each_picture_was_made(folder: Path) -> None:
+    assert run("fox", "wolf", "--seed", 3, "--steps", 2) == 0
+    with Image.open(folder / "out/contact-sheet.png") as sheet:
+        told = json.loads(sheet.text["pictures"])  # type: ignore[attr-defined]
+    assert [one["file"] for one in told] == drawn(folder / "out")[:2]
+    for one, seed in zip(told, ("3", "4")):
+        with Image.open(folder / "out" / one.pop("file")) as picture:
+            assert one == picture.text and one["seed"] == seed  # type: ignore[attr-defined]
+
+
 def test_prompts_may_stand_around_options(folder: Path) -> None:
     assert run("fox", "--seed", 3, "wolf") == 0
     assert [name[:9] for name in drawn(folder / "out")] == ["0001-fox-", "0002-wolf", "contact-s"]
