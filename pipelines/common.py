@@ -45,8 +45,18 @@ def arguments(
 
 
 def from_pretrained(model: str) -> Any:
-    """The pipeline in the half precision that it is made for."""
-    return DiffusionPipeline.from_pretrained(model, dtype=torch.bfloat16)
+    """The pipeline in the half precision that it is made for.
+
+    Raises:
+        SystemExit: it cannot be loaded.
+    """
+    try:
+        return DiffusionPipeline.from_pretrained(model, dtype=torch.bfloat16)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise SystemExit(
+            f"cannot load {model}: {why}\nGive --model FOLDER, or --tiny to try the recipe."
+        ) from error
 
 
 def run(

@@ -51,6 +51,7 @@ def row(
         "equal": apart.equal,
         "difference": apart.most,
         "images": task.images,
+        "gain": None,
         "break_even_images": None,
         "set_up": "fresh process" if set_up else "this process, kernels warm",
         "stats": made.handle.stats() if made.handle is not None else None,
@@ -75,17 +76,18 @@ def unused(row: Row) -> str:
     return f"{row['mode']} replayed nothing ({reasons}): its times are eager's"
 
 
-def with_break_even(rows: list[Row]) -> list[Row]:
-    """The rows with the picture from which on each pays, compared with eager's of its scenario.
+def with_gain(rows: list[Row]) -> list[Row]:
+    """The rows with what each gains over eager of its scenario, and from which picture on it pays.
 
-    None where it never does, where the two set-ups were not taken alike, and without a device, on
-    which alone it says anything.
+    No gain without a device, on which alone it says anything. It pays never (None) where later
+    pictures take no less time; and that is not known where the two set-ups were not taken alike.
     """
     for row in rows:
         of_eager = (r for r in rows if (r["scenario"], r["mode"]) == (row["scenario"], EAGER))
         eager, calls = next(of_eager, row), None
-        alike = row["set_up"] == eager["set_up"] and row["device_s"] is not None
-        if row is not eager and alike:
+        on_device = row is not eager and row["device_s"] is not None
+        row["gain"] = round(eager["time_s"] / row["time_s"], 3) if on_device else None
+        if on_device and row["set_up"] == eager["set_up"]:
             calls = break_even(row["set_up_s"], row["time_s"], eager["set_up_s"], eager["time_s"])
         row["break_even_images"] = None if calls is None else (calls - 1) * row["images"] + 1
     return rows
@@ -114,4 +116,4 @@ def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:
             out[name] = max(known) if len(known) == len(same) else None
         out["stats"] = [row["stats"] for row in same] if len(same) > 1 else first["stats"]
         found.append(out)
-    return with_break_even(found)
+    return with_gain(found)

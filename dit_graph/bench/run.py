@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
 from dit_graph.bench.measure import Clock, activity, eager_first, measured
-from dit_graph.bench.rows import Row, merged, row, unused, with_break_even
+from dit_graph.bench.rows import Row, merged, row, unused, with_gain
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import COMPILED, EAGER, Front, front, impossible
@@ -28,8 +28,8 @@ from dit_graph.cli.ranks import Processes
 from dit_graph.errors import ConfigError, DitGraphError
 
 _NO_DEVICE = (
-    "no CUDA device: GPU-busy share, kernels, launches, device times and bytes are not measured, "
-    "and the recorder's times say nothing about a GPU"
+    "no CUDA device: times are those of the CPU and say nothing about a GPU, so no gain and no "
+    "picture from which on it pays; GPU-busy share, kernels, launches and bytes are not measured"
 )
 
 
@@ -99,7 +99,7 @@ class _Bench:
         with tqdm(total=calls, unit="call", desc=task.scenario, disable=quiet) as bar:
 
             def meet(value: Any = None) -> list[Any]:
-                bar.update()
+                bar.update(value is None)
                 return self.processes.gather(value)
 
             found = measured(fronts, task.call, self.clock, task.warm, rounds, meet)
@@ -116,7 +116,7 @@ class _Bench:
             failed["equality"] = "eager's own result is not finite numbers; nothing is shown by it"
         share.notes += [f"{task.scenario}: {name}: {text}" for name, text in failed.items()]
         share.notes += [f"{task.scenario}: {text}" for text in map(unused, rows) if text]
-        share.rows += with_break_even(rows)
+        share.rows += with_gain(rows)
         for made in fronts:
             made.release()
 
@@ -125,6 +125,7 @@ class _Bench:
         found = None
         for turn in range(self.processes.count):
             if turn == self.processes.rank and self.options.set_up == "fresh":
+                print(f"set-up of {name} in a fresh process ...", file=sys.stderr)
                 try:
                     found = fresh(name, task, self.argv, self.clock.on.index)
                 except UsageError as error:

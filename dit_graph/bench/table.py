@@ -6,6 +6,7 @@ from typing import Any
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mode", "mode", str),
     ("processes", "processes", str),
+    ("gain", "gain", lambda v: f"{v:.2f}x"),
     ("images_per_s", "images/s", lambda v: f"{v:.3g}"),
     ("time_s", "time s", lambda v: f"{v:.4g}"),
     ("step_ms_p50", "ms a step p50", lambda v: f"{v:.4g}"),
@@ -21,11 +22,13 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("break_even_images", "pays from picture", str),
 )
 
+_PREFILL = {"images/s": "prompts/s", "ms a step p50": "ms p50", "pays from picture": "from prompt"}
+
 
 def markdown(result: dict[str, Any]) -> str:
-    """The machine in one line, a table a scenario, and what was not measured."""
-    lines = [_machine(result["machine"]), ""]
-    rows = result["rows"]
+    """The machine in one line, what was not measured, and a table a scenario."""
+    lines = [_machine(result["machine"]), "", *(f"* {note}" for note in result["notes"]), ""]
+    rows, prefill = result["rows"], result.get("options", {}).get("what") == "prefill"
     columns = [c for c in _COLUMNS if any(row[c[0]] is not None for row in rows)]
     if all(row["processes"] == 1 for row in rows):
         columns = [c for c in columns if c[0] != "processes"]
@@ -34,13 +37,13 @@ def markdown(result: dict[str, Any]) -> str:
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         mine = [row for row in rows if row["scenario"] == scenario]
         lines += [f"**{scenario}** ({mine[0]['model_cls']}, {mine[0]['num_params_B']:.3g} B)", ""]
-        lines.append("| " + " | ".join(title for _, title, _ in columns) + " |")
+        titles = [_PREFILL.get(title, title) if prefill else title for _, title, _ in columns]
+        lines.append("| " + " | ".join(titles) + " |")
         lines.append("|" + " --- |" * len(columns))
         for row in mine:
             cells = [_cell(row, name, shown) for name, _, shown in columns]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
-    lines += [f"* {note}" for note in result["notes"]]
     return "\n".join(lines).rstrip()
 
 

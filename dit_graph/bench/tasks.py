@@ -165,7 +165,7 @@ def _step(whole: Task) -> Task:
 
 
 def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
-    name = options.model or "the default model"
+    name = options.model or "SmolLM2-135M-Instruct"
     if options.model in LANGUAGE_MODELS:
         torch.manual_seed(0)
         with _made_on(on, options.dtype), loading(f"cannot make {name}"):

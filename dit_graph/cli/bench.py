@@ -5,6 +5,7 @@ Owns the command's `main` too; what is measured and how is in `dit_graph/bench/`
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
 from dit_graph.bench.variants import VARIANTS
-from dit_graph.cli import ranks
+from dit_graph.cli import model, ranks
 from dit_graph.cli.errors import UsageError, one_line
 from dit_graph.cli.options import Options, device_or, lines_of
 from dit_graph.cli.parser import DTYPES, Parser, Size, dtype, json_object, size, whole
@@ -68,7 +69,8 @@ def parser() -> Parser:
     built = Parser(
         prog="python -m dit_graph.bench",
         description="Time a model with and without graphs, in turns and in one process, compare "
-        "the bits, and say from which picture on it pays. Without --model the embedded one draws.",
+        "the bits, and say from which picture on it pays. Without --model the embedded one draws. "
+        "The last line of stdout is the record as one JSON object.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -87,7 +89,7 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     add("--what", choices=WHATS, default="picture",
         help="a picture, one denoising step, or an LLM's prefill (default picture)")  # fmt: skip
     add("--sizes", type=_sizes, default=(), metavar="N|WxH[,..]", help="pixels")
-    add("--tokens", type=_wholes, default=_TOKENS, metavar="N[,N]",
+    add("--tokens", type=_wholes, metavar="N[,N]",
         help="prompt lengths of prefill (default 16 to 2048)")  # fmt: skip
     add("--batch", type=_wholes, default=(1,), metavar="N[,N]",
         help="pictures a call (default 1)")  # fmt: skip
@@ -156,8 +158,9 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
     named = given.model in SHAPES or given.model in LANGUAGE_MODELS
     if prompts and (named or given.what == "prefill"):
         raise UsageError("random weights and prefill take no prompt; leave --prompt out")
-    if (given.what == "prefill") != (given.model in LANGUAGE_MODELS) and named:
-        raise UsageError(f"--model {given.model}: is not for --what {given.what}")
+    _check_model(given.model, given.what)
+    if given.tokens and given.what != "prefill":
+        raise UsageError("--tokens is about prefill; add --what prefill or leave it out")
     of_pictures = (given.sizes, given.remove_syncs, given.latent, given.pipeline_kwargs)
     if given.what == "prefill" and any(of_pictures):
         raise UsageError(
@@ -165,7 +168,7 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         )
     if given.chart is not None or given.output is not None:
         _check_results(given.chart, given.output)
-    return BenchOptions(
+    options = BenchOptions(
         prompts=tuple(prompts or ["a fox"]),
         negative_prompt=None,
         sizes=given.sizes,
@@ -185,7 +188,7 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         pipeline_kwargs=given.pipeline_kwargs,
         what=given.what,
         batches=given.batch,
-        tokens=given.tokens,
+        tokens=given.tokens or _TOKENS,
         compare=given.compare,
         images=given.images or (_IMAGES if device == "cuda" else _FEW),
         latent=given.latent,
@@ -195,6 +198,23 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         alone=given.alone,
         scenario=given.scenario,
     )
+    if given.what != "prefill" and not named:
+        model.check(options)
+    return options
+
+
+def _check_model(name: str | None, what: str) -> None:
+    """Whether a name can be meant, and is for what is to be timed."""
+    if name in SHAPES and what == "prefill":
+        raise UsageError(f"--model {name}: draws pictures; leave --what prefill out")
+    if name in LANGUAGE_MODELS and what != "prefill":
+        raise UsageError(f"--model {name}: is an LLM; add --what prefill")
+    known = LANGUAGE_MODELS if what == "prefill" else SHAPES
+    if name is not None and "/" not in name and name not in known and not Path(name).exists():
+        raise UsageError(
+            f"--model {name}: no such folder; give one, a hub id OWNER/NAME, or one of "
+            f"{', '.join(known)}"
+        )
 
 
 def _check_results(chart: Path | None, output: Path | None) -> None:
@@ -208,11 +228,12 @@ def _check_results(chart: Path | None, output: Path | None) -> None:
             path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
         ):
             raise UsageError(f"{option} {path}: nothing can be written in {path.parent}")
-    if chart is not None:
-        try:
-            empty_figure()
-        except ConfigError as error:
+    try:
+        empty_figure()
+    except ConfigError as error:
+        if chart is not None:
             raise UsageError(f"--chart: {one_line(error)}") from error
+        print(f"bench: {output}.png will not be drawn: {one_line(error)}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

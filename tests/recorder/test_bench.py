@@ -19,7 +19,7 @@ from dit_graph.bench.measure import (
     first_and_later,
     percentile,
 )
-from dit_graph.bench.rows import merged, with_break_even
+from dit_graph.bench.rows import merged, with_gain
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
 from dit_graph.bench.tasks import denoiser
 from dit_graph.bench.variants import VARIANTS, Front, twin
@@ -121,9 +121,12 @@ def test_a_process_that_fails_ends_all_by_name() -> None:
     [
         (["--compare", "eager,fast"], "knows no 'fast'; known: eager"),
         (["--model", "flux-dev", "--prompt", "a fox"], "take no prompt"),
-        (["--model", "flux-dev", "--what", "prefill"], "is not for --what prefill"),
-        (["--model", "qwen3-4b"], "is not for --what picture"),
+        (["--model", "flux-dev", "--what", "prefill"], "draws pictures; leave --what prefill out"),
+        (["--model", "qwen3-4b"], "is an LLM; add --what prefill"),
         (["--what", "prefill", "--latent"], "about pictures, not prefill"),
+        (["--model", "fluxdev"], "or one of dit-xl-2, pixart-sigma"),
+        (["--tokens", "16"], "add --what prefill"),
+        (["--prompt", "zzzz"], "no known concept in 'zzzz'"),
         (["--sizes", "12y"], "must be WIDTHxHEIGHT"),
         (["--images", "0"], "at least 1"),
         (["--chart", "x.jpg"], "is no .png file"),
@@ -211,7 +214,7 @@ def test_a_twin_shares_weights_and_no_module() -> None:
 def row(**more: Any) -> dict[str, Any]:
     numbers = ("time_s", "step_ms_p50", "step_ms_p95", "set_up_s", "first_s", "difference",
                "device_s")  # fmt: skip
-    missing = ("gpu_busy", "kernels_per_step", "launches_per_step", "mem_GB",
+    missing = ("gain", "gpu_busy", "kernels_per_step", "launches_per_step", "mem_GB",
                "graph_MiB", "break_even_images")  # fmt: skip
     return {
         "scenario": "m 64x64", "model_cls": "M", "num_params_B": 1.0, "mode": "eager",
@@ -230,10 +233,11 @@ def test_processes_are_merged() -> None:
     assert both[1]["graph_MiB"] == 4.0 and both[1]["equal"] is False
     assert both[1]["difference"] is None and [r["processes"] for r in both] == [2, 2]
     assert both[1]["break_even_images"] == break_even(2.5, 0.25, 0.5, 0.7) == 5
+    assert both[1]["gain"] == 2.8 and both[0]["gain"] is None
 
 
 def test_set_ups_that_were_not_taken_alike_are_not_compared() -> None:
-    rows = with_break_even([row(), row(mode="full", time_s=0.25, set_up="fresh process")])
+    rows = with_gain([row(), row(mode="full", time_s=0.25, set_up="fresh process")])
     assert rows[1]["break_even_images"] is None
 
 
