@@ -1,0 +1,48 @@
+"""`python -m dit_graph.bench` on CUDA: what only a device gives is measured."""
+
+import json
+from typing import Any
+
+import pytest
+
+from dit_graph.cli.bench import main
+
+QUICK = ["--images", "2", "--steps", "8", "--set-up", "here"]
+
+
+def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+    assert main([*QUICK, *argv]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not any("failed" in note for note in result["notes"]), result["notes"]
+    assert result["machine"]["gpu"] and result["machine"]["driver"]
+    found: list[dict[str, Any]] = result["rows"]
+    return found
+
+
+def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    eager, graphs, full = rows(capsys, "--compare", "breakable,full", "--remove-syncs")
+    for row in (eager, graphs, full):
+        assert row["equal"] and row["device_s"] > 0 and 0 < row["gpu_busy"] <= 1.01
+        assert row["kernels_per_step"] > 50 and row["launches_per_step"] >= 1
+    for row in (graphs, full):
+        assert row["stats"]["replays"] > 0 and row["gain"] > 0 and row["graph_MiB"] > 0
+        assert row["launches_per_step"] < eager["launches_per_step"] / 2
+
+
+def test_compiled_variants_are_measured_too(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, "--what", "step", "--compare", "regional,reduce-overhead")
+    assert [row["mode"] for row in found] == ["eager", "regional", "reduce-overhead"]
+    assert all(row["difference"] is not None and row["difference"] < 0.2 for row in found)
+
+
+def test_a_named_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    eager, graphs = rows(capsys, "--model", "dit-xl-2", "--sizes", "256", "--compare", "breakable")
+    assert graphs["equal"] and eager["model_cls"] == "DiTTransformer2DModel"
+    assert eager["num_params_B"] == pytest.approx(0.75, rel=0.02) and eager["tokens"] == 256
+
+
+def test_an_llm(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--what", "prefill", "--model", "qwen3-0.6b", "--tokens", "64,100"]
+    found = rows(capsys, *more, "--compare", "breakable")
+    assert [row["tokens"] for row in found] == [64, 64, 100, 100]
+    assert found[1]["equal"] and found[3]["difference"] < 0.1
