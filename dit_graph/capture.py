@@ -287,11 +287,12 @@ class Capture:
         held = [self.known.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
         result = now(*args, **kwargs)
         outs, results = pytree.tree_flatten(result)
-        if not marked and self._is_guard(fn, outs):  # before the step: a restart repeats what was
+        guarded = not marked and self._is_guard(fn, outs)
+        if guarded:  # before the step: a restart repeats what was
             self._guarded(reason)
         step = Break(fn, held, spec, [], results, reason, source_line(), marked)
         step.module = module_path(self._names)
-        step.guarded = not marked and self._is_guard(fn, outs)
+        step.guarded = guarded
         self.tape.steps.append(step)
         is_new = [is_fresh(out, operands, self.known, reason, marked) for out in outs]
         fresh = [i for i, new in enumerate(is_new) if new]

@@ -29,7 +29,7 @@ class Fallback:
         self.say(self.refused if entry is None else entry.eager, reason)
         with breaks.live(self._on.signature.arguments(args, kwargs)):
             run = functools.partial(self._on.eager, *args, **kwargs)
-            return run() if self._on.runs_once else self.with_room(run, (args, kwargs))
+            return self.answer(run, (args, kwargs))
 
     def say(self, counter: Counter[str], reason: str) -> None:
         """Count an eager call and log the first of each reason; under `strict` an error."""
@@ -40,6 +40,10 @@ class Fallback:
             log.warning("dit_graph: %s runs eagerly: %s", self._on.name, reason)
         if self._on.config.strict:
             raise NotReplayed(f"{self._on.name}: {reason}")
+
+    def answer(self, run: Callable[[], Any], arguments: Any) -> Any:
+        """Run an eager answer; again without the recordings, unless it may run only once."""
+        return run() if self._on.runs_once else self.with_room(run, arguments)
 
     def with_room(self, run: Callable[[], Any], arguments: Any) -> Any:
         """Run an eager forward; where memory runs out, again without the recordings."""

@@ -4,13 +4,15 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 
 from dit_graph.devices.base import Device
 from dit_graph.entry import Entry
 from dit_graph.tape import Tape
 
 log = logging.getLogger("dit_graph")
+
+Fit = Literal["stays", "again", "later", "never"]
 
 
 class Generation:
@@ -112,27 +114,29 @@ class Pool:
         self.retire(generation)
         self.crowded = True
 
-    def fit(self, generation: Generation) -> str:
+    def fit(self, generation: Generation) -> tuple[Fit, str]:
         """After a recording: retire others until the budget holds.
 
-        Returns why the recording itself cannot stay, or an empty string; "again" where it shared
-        its memory with others that went, "for now ..." where the device is short of room.
+        Returns what becomes of the recording, and why it cannot stay. `"again"`: it shared its
+        memory with others that went, so the next call records it. `"later"`: the device is short of
+        room. `"never"`: it is larger than the budget.
         """
         if self._budget is None:
-            return ""
+            return "stays", ""
         generation.measure()
         for old in self._least_used_first():
             if old is not generation and self._taken() > self._limit():
                 self._push_out(old)
         if self._taken() <= self._limit():
-            return ""
+            return "stays", ""
         size, alone = generation.bytes, len(generation.held) == 1
         self.retire(generation)
         if not alone:
-            return "again"
+            return "again", ""
         if size <= self._budget:
-            return f"for now the device has no room for a recording of {_mib(size)}"
-        return f"this recording takes {_mib(size)}, and memory_budget is {_mib(self._budget)}"
+            return "later", f"for now the device has no room for a recording of {_mib(size)}"
+        larger = f"this recording takes {_mib(size)}, and memory_budget is {_mib(self._budget)}"
+        return "never", larger
 
     def _limit(self) -> int:
         assert self._budget is not None

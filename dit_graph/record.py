@@ -150,10 +150,10 @@ class Recording:
                 entry.forget(surplus)
             tape.generation = generation
             generation.held.append((entry, tape))
-            reason = self._on.pool.fit(generation)
-            if reason.startswith("for now"):
+            fits, reason = self._on.pool.fit(generation)
+            if fits == "later":
                 entry.pause(reason)
-            elif reason not in ("", "again"):
+            elif fits == "never":
                 entry.block(reason)
             return
         self._let_go(generation, survivors)

@@ -34,7 +34,7 @@ class Replay:
             entry.eager[TIMED] += 1
             run_eagerly = functools.partial(self._on.eager, *args, **kwargs)
             timed = functools.partial(self._timed, "eager", entry, run_eagerly)
-            return timed() if self._on.runs_once else self._fallback.with_room(timed, call.tensors)
+            return self._fallback.answer(timed, call.tensors)
         undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
         compares = any(tape.draws and entry.proof.compares(tape) for tape in entry.tapes)
         seeds = self._on.seeds() if compares else []

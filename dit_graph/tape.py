@@ -38,15 +38,15 @@ class Break:
     in_place: set[int] = field(default_factory=set)  # results that are no new tensors
     guarded: bool = False  # it hands a value or a shape to Python, compared at replay
     module: str | None = None  # path of the submodule that ran; "" is the module itself
-    _flat: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments without containers
+
+    def __post_init__(self) -> None:
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        containers = not all(map(pytree.tree_is_leaf, (*args, *kwargs.values())))
+        # containers are made anew for every call, which may change them
+        self._arguments = None if containers else (args, kwargs)
 
     def __call__(self) -> None:
-        if self._flat is None:
-            args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
-            if all(map(pytree.tree_is_leaf, (*args, *kwargs.values()))):  # fn cannot change these
-                self._flat = tuple(args), kwargs
-        else:
-            args, kwargs = self._flat
+        args, kwargs = self._arguments or pytree.tree_unflatten(self.leaves, self.spec)
         leaves, spec = pytree.tree_flatten(self.fn(*args, **kwargs))
         if spec != self.results:
             self._changed("structure", self.results, spec)

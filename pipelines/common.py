@@ -210,3 +210,16 @@ def tiny_video_vae(cls: type[Any], dim_mult: list[int], halved_in_time: list[boo
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
     )
+
+
+def masked_prompts() -> dict[str, Any]:
+    """Encoded prompts of six tokens, padded: four are real, of the negative one the first."""
+    return {
+        "negative_prompt": None,
+        "prompt_embeds": normal(1, 1, 6, 16),
+        "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
+        "negative_prompt_embeds": normal(2, 1, 6, 16),
+        "negative_prompt_attention_mask": torch.tensor([[1, 0, 0, 0, 0, 0]]),
+        "use_resolution_binning": False,
+        **SMALL,
+    }

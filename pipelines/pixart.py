@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import common
-import torch
 from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, PixArtTransformer2DModel
 
 MODEL = "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS"
@@ -33,15 +32,7 @@ def tiny() -> tuple[PixArtSigmaPipeline, dict[str, Any]]:
         transformer=transformer,
         scheduler=DPMSolverMultistepScheduler(),
     )
-    return pipe, {
-        "negative_prompt": None,
-        "prompt_embeds": common.normal(1, 1, 6, 16),
-        "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
-        "negative_prompt_embeds": common.normal(2, 1, 6, 16),
-        "negative_prompt_attention_mask": torch.tensor([[1, 0, 0, 0, 0, 0]]),
-        **common.SMALL,
-        "use_resolution_binning": False,
-    }
+    return pipe, common.masked_prompts()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import common
-import torch
 from diffusers import (
     AutoencoderDC,
     DPMSolverMultistepScheduler,
@@ -43,15 +42,7 @@ def tiny() -> tuple[SanaPipeline, dict[str, Any]]:
     )
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     pipe = SanaPipeline(None, None, vae, transformer, scheduler)
-    return pipe, {
-        "negative_prompt": None,
-        "prompt_embeds": common.normal(1, 1, 6, 16),
-        "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
-        "negative_prompt_embeds": common.normal(2, 1, 6, 16),
-        "negative_prompt_attention_mask": torch.tensor([[1, 0, 0, 0, 0, 0]]),
-        "use_resolution_binning": False,
-        **common.SMALL,
-    }
+    return pipe, common.masked_prompts()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

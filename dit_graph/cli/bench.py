@@ -18,7 +18,7 @@ from dit_graph.bench.variants import VARIANTS
 from dit_graph.cli import model, ranks
 from dit_graph.cli.errors import UsageError, one_line
 from dit_graph.cli.options import Options, device_or, lines_of
-from dit_graph.cli.parser import DTYPES, Parser, Size, dtype, json_object, size, whole
+from dit_graph.cli.parser import Parser, Size, add_where, json_object, size, whole
 from dit_graph.errors import ConfigError
 
 WHATS = ("picture", "step", "prefill")
@@ -35,7 +35,7 @@ examples:
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchOptions(Options):
     """What was asked for. `images` are pictures that each variant draws once it is warm."""
 
@@ -112,10 +112,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add("--set-up", choices=("fresh", "here"), default="fresh",
         help="take the set-up time in a fresh process a variant, or in this one, where kernels "
         "are warm already (default fresh)")  # fmt: skip
-    add("--dtype", type=dtype, metavar="TYPE",
-        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
-    add("--device", choices=("cuda", "cpu", "recorder"),
-        help="(default cuda where there is one, else recorder)")  # fmt: skip
+    add_where(group, "recorder")
     add("--set-up-of", choices=VARIANTS, dest="alone", help=argparse.SUPPRESS)
     add("--set-up-scenario", dest="scenario", help=argparse.SUPPRESS)
 
@@ -170,21 +167,12 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         _check_results(given.chart, given.output)
     options = BenchOptions(
         prompts=tuple(prompts or ["a fox"]),
-        negative_prompt=None,
         sizes=given.sizes,
         steps=given.steps,
-        guidance_scale=None,
-        seed=0,
-        count=1,
         model=given.model,
         dtype=given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
-        loras=(),
         device=device,
-        backend="breakable",
-        graph=True,
-        warmup_sizes=(),
         output=given.output or Path(),
-        report="text",
         pipeline_kwargs=given.pipeline_kwargs,
         what=given.what,
         batches=given.batch,

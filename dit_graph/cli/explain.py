@@ -19,7 +19,7 @@ import dit_graph
 from dit_graph.cli import model
 from dit_graph.cli.errors import UsageError, exit_code, one_line, told
 from dit_graph.cli.options import Options, device_or, plain
-from dit_graph.cli.parser import DTYPES, Parser, dtype, json_object, size, whole
+from dit_graph.cli.parser import Parser, add_where, json_object, size, whole
 from dit_graph.config import Backend
 from dit_graph.explain import Explanation, host_syncs
 from dit_graph.explain.plot import empty_figure
@@ -28,7 +28,7 @@ _STEPS = 4
 _FEWEST = 3  # the first is cold, the second is recorded, the third is the first replay
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExplainOptions(Options):
     """What was asked for. Nothing is drawn, so an argument without an option is free."""
 
@@ -74,11 +74,7 @@ def parser() -> Parser:
     add("--prompt", metavar="TEXT", help="what to draw (default a fox, where there is a prompt)")
     add("--steps", type=whole(_FEWEST), default=_STEPS, metavar="N",
         help=f"denoising steps, at least {_FEWEST} (default {_STEPS})")  # fmt: skip
-    add("--dtype", type=dtype, metavar="TYPE",
-        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
-    add("--device", choices=("cuda", "cpu", "recorder"),
-        help="cuda; recorder, which records on the CPU; or cpu, which records nothing "
-        "(default cuda where there is one, else recorder)")  # fmt: skip
+    add_where(built, "recorder")
     add("--backend", choices=get_args(Backend), default="breakable",
         help="how the transformer is recorded (default breakable)")  # fmt: skip
     add("--breaks", action="append", default=[], metavar="PATTERN",
@@ -113,20 +109,12 @@ def parse(argv: Sequence[str] | None) -> ExplainOptions:
         _check_plot(given.plot)
     return ExplainOptions(
         prompts=() if given.prompt is None else (plain(given.prompt, "--prompt") or "",),
-        negative_prompt=None,
         sizes=tuple(given.size or [{}]),
         steps=given.steps,
-        guidance_scale=None,
-        seed=0,
-        count=1,
         model=None if given.model == "embedded" else given.model,
         dtype=given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
-        loras=(),
         device=device,
         backend=given.backend,
-        graph=True,
-        warmup_sizes=(),
-        output=Path(),
         report=given.report,
         pipeline_kwargs=given.pipeline_kwargs,
         breaks=tuple(given.breaks),

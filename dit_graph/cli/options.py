@@ -16,7 +16,7 @@ from dit_graph.cli.parser import Size, parser
 from dit_graph.config import Backend
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """What was asked for, checked as far as that goes without a model.
 
@@ -38,22 +38,22 @@ class Options:
     draws: ClassVar[bool] = True  # pictures, one frame each
 
     prompts: tuple[str, ...]
-    negative_prompt: str | None
-    sizes: tuple[Size, ...]
-    steps: int | None
-    guidance_scale: float | None
-    seed: int
-    count: int
     model: str | None
     dtype: torch.dtype
-    loras: tuple[str, ...]
     device: str
-    backend: Backend
-    graph: bool
-    warmup_sizes: tuple[Size, ...]
-    output: Path
-    report: str
     pipeline_kwargs: dict[str, Any]
+    sizes: tuple[Size, ...]
+    steps: int | None
+    negative_prompt: str | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+    count: int = 1
+    loras: tuple[str, ...] = ()
+    backend: Backend = "breakable"
+    graph: bool = True
+    warmup_sizes: tuple[Size, ...] = ()
+    output: Path = Path()
+    report: str = "text"
 
     @property
     def total(self) -> int:

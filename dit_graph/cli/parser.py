@@ -136,19 +136,29 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model", metavar="PATH_OR_ID", help="a diffusers pipeline's folder or hub id OWNER/NAME")
-    add("--dtype", type=dtype, metavar="TYPE",
-        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
     add("--lora", action="append", default=[], metavar="PATH", help="LoRA; may be repeated")
-    add("--device", choices=("cuda", "cpu", "recorder"),
+    add_where(group, "cpu")
+
+
+def add_where(group: argparse._ActionsContainer, otherwise: str) -> None:
+    """`--dtype` and `--device`, which is `otherwise` where there is no CUDA device."""
+    group.add_argument("--dtype", type=dtype, metavar="TYPE",
+        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
+    group.add_argument("--device", choices=("cuda", "cpu", "recorder"),
         help="cuda; cpu, which is eager; or recorder, which records and replays on the CPU "
-        "(default cuda where there is one, else cpu)")  # fmt: skip
+        f"(default cuda where there is one, else {otherwise})")  # fmt: skip
+
+
+def add_backend(group: argparse._ActionsContainer, what: str) -> None:
+    """`--backend` or `--no-graph`, for `what` is recorded."""
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument("--backend", choices=get_args(Backend), default="breakable",
+        help=f"how the {what} is recorded (default breakable)")  # fmt: skip
+    choice.add_argument("--no-graph", action="store_true", help="leave the model as it is")
 
 
 def _add_graphs(group: argparse._ArgumentGroup) -> None:
-    choice = group.add_mutually_exclusive_group()
-    choice.add_argument("--backend", choices=get_args(Backend), default="breakable",
-        help="how the transformer is recorded (default breakable)")  # fmt: skip
-    choice.add_argument("--no-graph", action="store_true", help="leave the pipeline as it is")
+    add_backend(group, "transformer")
     group.add_argument("--warmup-sizes", type=_sizes, default=(), metavar="WxH[,WxH]",
         help="record these sizes before drawing")  # fmt: skip
 

@@ -7,14 +7,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from dit_graph.buckets import Buckets
 from dit_graph.cli.errors import UsageError, one_line
 from dit_graph.cli.options import device_or, prompts
-from dit_graph.cli.parser import DTYPES, Parser, dtype, whole
+from dit_graph.cli.parser import Parser, add_backend, add_where, whole
 from dit_graph.config import Backend, GraphConfig
 from dit_graph.errors import ConfigError
 
@@ -81,21 +80,13 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_how(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--model", metavar="PATH_OR_ID",
+    group.add_argument("--model", metavar="PATH_OR_ID",
         help="a transformers causal LM's folder or hub id OWNER/NAME")  # fmt: skip
-    add("--dtype", type=dtype, metavar="TYPE",
-        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
-    add("--device", choices=("cuda", "cpu", "recorder"),
-        help="cuda; cpu, which is eager; or recorder, which records and replays on the CPU "
-        "(default cuda where there is one, else cpu)")  # fmt: skip
+    add_where(group, "cpu")
 
 
 def _add_graphs(group: argparse._ArgumentGroup) -> None:
-    choice = group.add_mutually_exclusive_group()
-    choice.add_argument("--backend", choices=get_args(Backend), default="breakable",
-        help="how the prefill is recorded (default breakable)")  # fmt: skip
-    choice.add_argument("--no-graph", action="store_true", help="leave the model as it is")
+    add_backend(group, "prefill")
     group.add_argument("--buckets", type=_buckets, metavar="N[,N]",
         help="the token counts that are recorded, for example 32,64,128")  # fmt: skip
     group.add_argument("--max-tokens", type=whole(1), metavar="N",

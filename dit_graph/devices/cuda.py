@@ -31,9 +31,8 @@ class CudaMemory(Memory):
         )
 
     def release(self) -> None:
-        torch.cuda.synchronize(
-            self._on
-        )  # what still runs must not find its memory with somebody else
+        # what still runs must not find its memory with somebody else
+        torch.cuda.synchronize(self._on)
         for graph in self.graphs:
             graph.reset()
         self.graphs.clear()
