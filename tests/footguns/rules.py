@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def no_input_of_a_break_is_owned(patch: Patch) -> None:
     def eager(self: Any, *args: Any) -> Any:
         out = real(self, *args)
         step: Any = self.tape.steps[-1]
-        step.leaves = list(map(recycled, step.leaves))
+        self.tape.steps[-1] = replace(step, leaves=list(map(recycled, step.leaves)))
         return out
 
     patch.setattr(Capture, "_eager", eager)
