@@ -879,6 +879,22 @@ def test_one_graph_stays_eager_where_an_operation_refuses(machine: Machine) -> N
     assert "reads_host.default at tests/contract.py" in reason and pair.replays == 0
 
 
+@eager_on_graph(pure=True)
+def taken_out(tensors: list[torch.Tensor], factors: dict[str, float]) -> torch.Tensor:
+    return tensors.pop() * factors.pop("last") + len(tensors) + len(factors)
+
+
+def test_a_break_may_change_the_containers_that_it_is_given(machine: Machine) -> None:
+    """Its arguments are kept ready for replays, but not these."""
+
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        return taken_out([h, h + 1], {"first": 1.0, "last": 2.0})
+
+    pair = run(machine, body, [rows(i) for i in range(6)])
+    assert pair.replays == 4 and pair.stats["eager"] == {}
+
+
 def test_a_forward_that_catches_the_refusal_is_not_recorded_so(machine: Machine) -> None:
     """It would take its other path in the recording alone."""
 

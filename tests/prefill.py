@@ -531,6 +531,25 @@ def entries(handle: dit_graph.Handle) -> list[Any]:
     return list(install.runner.entries.values())
 
 
+def test_the_tail_of_a_boundary_buffer_is_zero(machine: Machine) -> None:
+    """Whatever lay there before."""
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    for n in (6, 7, 8):
+        model(ids(machine, n, 1, n))
+    (entry,) = entries(handle)
+    attention = [step for step in entry.tapes[0].breaks() if "live tokens" in step.reason]
+    buffers = [t for step in attention for t in step.leaves
+               if isinstance(t, torch.Tensor) and t.shape == (1, 8, 4, 8)]  # fmt: skip
+    assert len(buffers) == len(attention) == 2
+    for n in (5, 8, 6):
+        for buffer in buffers:
+            buffer.fill_(torch.nan)
+        tokens = ids(machine, n, 1, n)
+        assert near(model(tokens).logits, twin(tokens).logits)
+        for buffer in buffers:
+            assert bool((buffer[:, n:] == 0).all()) and not bool(buffer[:, :n].isnan().any()), n
+
+
 @pytest.mark.parametrize("backend", ["breakable", "full"])
 def test_an_eager_verdict_pads_nothing(machine: Machine, backend: str, monkeypatch: Any) -> None:
     """What the gate finds as fast in eager runs as if nothing was enabled, bit for bit."""
