@@ -1,15 +1,33 @@
 #!/usr/bin/env bash
-# Whole pictures of the named real-size shapes, two sizes each: eager against breakable graphs. A
-# record a model goes to FOLDER.
+# Whole pictures of the named real-size shapes, two sizes each: eager against breakable graphs, and
+# three of them against torch.compile(mode="reduce-overhead") at 512 px too. Records go to FOLDER;
+# benchmarks/pictures.py puts them together.
 #
 #     benchmarks/pictures.sh FOLDER [MODEL...]
 #
-# Needs a CUDA device with about 90 GB of free memory (qwen-image); one process a model.
+# Needs a CUDA device with about 90 GB of free memory (qwen-image); one process a record.
 set -uo pipefail
 out=${1:?give a folder for the records}
 shift
 mkdir -p "$out"
+
+record() { # NAME MODEL OPTION...
+  local name=$1 model=$2
+  shift 2
+  python3 -m dit_graph.bench --model "$model" --remove-syncs --set-up here --images 4 "$@" \
+    --output "$out/pictures-$name" | tail -n 1 > /dev/null || echo "$name failed" >&2
+}
+
 for model in ${@:-dit-xl-2 pixart-sigma sana-1.6b sd3.5-medium wan-1.3b z-image flux-dev qwen-image}; do
-  python3 -m dit_graph.bench --model "$model" --compare eager,breakable --remove-syncs --set-up here \
-    --images 4 --output "$out/pictures-$model" | tail -n 1 > /dev/null || echo "$model failed" >&2
+  case $model in
+    dit-xl-2) other=256 ;;
+    sd3.5-medium | flux-dev) other=1024 ;;
+    *) other= ;;
+  esac
+  if [ -z "$other" ]; then
+    record "$model" "$model" --compare eager,breakable
+  else
+    record "$model-$other" "$model" --compare eager,breakable --sizes "$other"
+    record "$model-512" "$model" --compare eager,breakable,reduce-overhead --sizes 512
+  fi
 done
