@@ -43,7 +43,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_title(result["machine"]["gpu"] or f"no GPU: {result['machine']['cpu']}", fontsize=9)
     axes.margins(x=0.18)
     axes.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
     figure.savefig(path, format="png", dpi=110)
 
 
@@ -79,5 +78,4 @@ def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breaka
     machines = {result["machine"]["gpu"] or result["machine"]["cpu"] for result in results}
     axes.set_title(", ".join(sorted(machines)), fontsize=9)
     axes.legend(fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, format="png", dpi=110)

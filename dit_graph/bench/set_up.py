@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ _RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) -> dict[str, Any]:
-    """`alone` of a variant in a new process, on this process's GPU.
+    """`alone` of a variant in a new process, on this process's GPU, with an empty compiler cache.
 
     Raises:
         UsageError: the process failed.
@@ -31,7 +32,9 @@ def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) ->
     if gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    with tempfile.TemporaryDirectory() as empty:  # a compiler starts with nothing, as on a new host
+        environment["TORCHINDUCTOR_CACHE_DIR"] = empty
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise UsageError(f"{task.scenario}: the process for {name}'s set-up failed: {last}")

@@ -1,7 +1,9 @@
 """A record as a Markdown table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from dit_graph.bench.variants import EAGER
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mode", "mode", str),
@@ -57,3 +59,22 @@ def _cell(row: dict[str, Any], name: str, shown: Callable[[Any], str]) -> str:
 def _machine(machine: dict[str, Any]) -> str:
     known = [f"{name} {value}" for name, value in machine.items() if value and name != "gpu"]
     return ", ".join([machine["gpu"] or "no GPU", *known])
+
+
+_OF_EAGER = ("images_per_s", "gpu_busy")
+_SUMMED = ("mode", "gain", "images_per_s", "gpu_busy", "set_up_s", "graph_MiB", "equal")
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """A table of several records: a line for each variant of a scenario but eager, beside eager."""
+    columns = [column for column in _COLUMNS if column[0] in _SUMMED]
+    titles = ["", "tokens", "eager images/s", "GPU busy", *(title for _, title, _ in columns)]
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    for row in (row for result in results for row in result["rows"]):
+        named = [row["scenario"], str(row["tokens"] or "-")]
+        if row["mode"] == EAGER:
+            eager = [_cell(row, name, shown) for name, _, shown in columns if name in _OF_EAGER]
+        else:
+            cells = [_cell(row, name, shown) for name, _, shown in columns]
+            lines.append("| " + " | ".join([*named, *eager, *cells]) + " |")
+    return "\n".join(lines)

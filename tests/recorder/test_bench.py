@@ -1,6 +1,8 @@
 """`python -m dit_graph.bench` with the embedded model on the recorder."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +289,23 @@ def test_what_never_pays_says_so(tmp_path: Path) -> None:
     assert "never" in text and "* a note" in text and text.startswith("a GPU, cpu a CPU")
     chart.draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_records_are_put_together(tmp_path: Path) -> None:
+    machine = {"gpu": "a GPU", "cpu": "a CPU"}
+    for number, name in enumerate(("m 64x64", "n 96x64")):
+        common = {"scenario": name, "tokens": 64}
+        rows = with_gain([row(**common), row(**common, mode="breakable", time_s=0.25)])
+        result = {"machine": machine, "notes": [], "rows": rows}
+        (tmp_path / f"{number}.json").write_text(json.dumps(result))
+    for given, name in ((("0.json", "1.json"), "both"), (("both.json",), "again")):
+        files = [str(tmp_path / file) for file in given]
+        command = [sys.executable, "benchmarks/pictures.py", *files, "--output", tmp_path / name]
+        subprocess.run(command, check=True, cwd=ROOT)
+    assert (tmp_path / "both.json").read_text() == (tmp_path / "again.json").read_text()
+    text = (tmp_path / "both.md").read_text()
+    assert "| m 64x64 | 64 | 2 | - | breakable | 2.00x | 2 |" in text and "**n 96x64**" in text
+    assert (tmp_path / "both.png").stat().st_size > 1000
 
 
 def test_gain_against_tokens(tmp_path: Path) -> None:

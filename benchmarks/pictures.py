@@ -1,0 +1,38 @@
+"""Put records of `python -m dit_graph.bench` together, such as those of `benchmarks/pictures.sh`.
+
+    python benchmarks/pictures.py FOLDER/pictures-*.json --output benchmarks/results/pictures_h200
+
+writes NAME.json (the records), NAME.md (a line a scenario, then every table) and NAME.png (gain
+against image tokens).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dit_graph.bench.chart import crossover
+from dit_graph.bench.table import markdown, summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json")
+    parser.add_argument("--mode", default="breakable", help="the variant (default breakable)")
+    parser.add_argument("--output", type=Path, required=True, metavar="NAME")
+    args = parser.parse_args()
+    records: list[dict[str, Any]] = []
+    for path in args.records:
+        read = json.loads(path.read_text())
+        records += read.get("records", [read])
+    name: Path = args.output
+    crossover(records, name.with_name(f"{name.name}.png"), args.mode)
+    text = "\n\n".join([summary(records), *map(markdown, records)])
+    name.with_name(f"{name.name}.md").write_text(text + "\n")
+    name.with_name(f"{name.name}.json").write_text(
+        json.dumps({"records": records}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
