@@ -8,6 +8,8 @@ from dit_graph.errors import ConfigError
 from dit_graph.explain.plot import empty_figure
 
 _COLOURS = ("#8c8c8c", "#2a6fbb", "#e07b00", "#6a994e", "#9b5de5", "#c1121f")
+_LITTLE = 1.05
+"""A gain below it is shown as next to none."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -67,12 +69,19 @@ def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breaka
     figure = empty_figure()
     figure.set_size_inches(8, 5)
     axes = figure.add_subplot()
-    for name, points in lines.items():
-        axes.plot(*zip(*sorted(points)), marker="o", label=name)
-    axes.axhline(1, color="#8c8c8c", linewidth=1)
-    axes.annotate("no gain", (0.01, 1), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    for name, points in lines.items():
+        axes.plot(*zip(*sorted(points)), marker="o", label=name)
+        for tokens, gain in points:
+            axes.annotate(f" {gain:.2f}x", (tokens, gain), fontsize=7, va="bottom")
+    axes.axhspan(min(1.0, axes.get_ylim()[0]), _LITTLE, color="#8c8c8c", alpha=0.3, linewidth=0)
+    axes.annotate(
+        f"under {_LITTLE:g}x: the device is busy anyway, graphs gain next to nothing",
+        (0.01, _LITTLE), xycoords=("axes fraction", "data"), fontsize=8, va="bottom",
+    )  # fmt: skip
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:g}x")
     axes.set_xlabel("image tokens of a picture")
     axes.set_ylabel(f"eager time / {mode} time of a picture")
     machines = {result["machine"]["gpu"] or result["machine"]["cpu"] for result in results}
