@@ -97,6 +97,17 @@ def placed(scheduler: Any, machine: Machine) -> DeviceTimesteps:
     return timesteps
 
 
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_offloaded_weights_take_no_timesteps_with_them(machine: Machine, on: str) -> None:
+    scheduler = DDPMScheduler()
+    scheduler.set_timesteps(4, device=machine.on)
+    before = scheduler.timesteps
+    timesteps = DeviceTimesteps(scheduler, set(BOTH))
+    timesteps.place(torch.device(on))
+    assert scheduler.timesteps is before
+    timesteps.remove()
+
+
 def test_timesteps_that_somebody_writes_into_are_left_alone(machine: Machine) -> None:
     scheduler, other = DDIMScheduler(), DDIMScheduler()
     for made in (scheduler, other):

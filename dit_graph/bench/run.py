@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,19 @@ def run(argv: Sequence[str] | None, processes: Processes) -> None:
         return
     share = _Share()
     bench = _Bench(options, argv, clock, processes)
-    share.failed = processes.failure(lambda: bench.run(share))
+    try:
+        share.failed = processes.failure(lambda: bench.run(share))
+    except BaseException:
+        if share.rows:  # what is measured is told, whatever ends the rest
+            print(table.markdown(bench.result([share])))
+        raise
     shares = processes.gather(share)
     failed = processes.summary([share.failed for share in shares])
     if processes.is_main and any(share.rows for share in shares):
-        notes = list(dict.fromkeys(note for share in shares for note in share.notes))
-        notes += [f"failed: {failed}"] if failed else []
-        result = {"machine": record.machine(clock.on), "options": _told(options), "notes": notes,
-                  "rows": merged([s.rows for s in shares if not s.failed])}  # fmt: skip
+        result = bench.result(shares, failed)
         print(table.markdown(result))
         _write(result, options)
+        _draw(result, options)
         print(json.dumps(result))
     if failed:
         raise UsageError(failed)
@@ -84,9 +87,24 @@ class _Bench:
         share.notes += [f"not measured: {reason}" for reason in why.values() if reason]
         scenarios = tasks(options, self.clock.on)
         while (task := together(lambda: next(scenarios, None))) is not None:
-            self._scenario(task, [name for name in names if not why[name]], share)
             if task.left_out:
                 share.notes.append(f"not run: {', '.join(task.left_out)}")
+            self._scenario(task, [name for name in names if not why[name]], share)
+            if self.processes.count == 1:  # what is measured stays, should the rest be interrupted
+                _write(self.result([share]), options)
+
+    def result(self, shares: Sequence[_Share], failed: str = "") -> dict[str, Any]:
+        """The record of all processes."""
+        notes = list(dict.fromkeys(note for share in shares for note in share.notes))
+        return {
+            "machine": self._machine, "options": _told(self.options),
+            "notes": [*notes, f"failed: {failed}"] if failed else notes,
+            "rows": merged([share.rows for share in shares if share.rows]),
+        }  # fmt: skip
+
+    @cached_property
+    def _machine(self) -> dict[str, Any]:
+        return record.machine(self.clock.on)
 
     def _scenario(self, task: Task, names: list[str], share: _Share) -> None:
         """Every process does the same here, as often as the others: they wait for each other."""
@@ -162,6 +180,12 @@ def _write(result: dict[str, Any], options: BenchOptions) -> None:
     if name != Path():
         _put(name.with_name(f"{name.name}.md"), table.markdown(result) + "\n")
         _put(name.with_name(f"{name.name}.json"), json.dumps(result, indent=1) + "\n")
+
+
+def _draw(result: dict[str, Any], options: BenchOptions) -> None:
+    """The charts that were asked for."""
+    name = options.output
+    if name != Path():
         try:
             chart.draw(result, name.with_name(f"{name.name}.png"))
         except ConfigError as error:  # the numbers are there

@@ -49,13 +49,17 @@ class DeviceTimesteps:
             slot.install()
 
     def place(self, on: torch.device) -> None:
-        """After `set_timesteps`: have the timesteps on the device `on` and on the host."""
+        """After `set_timesteps`: have the timesteps on the device `on` and on the host.
+
+        Weights that are offloaded, on the CPU or nowhere, take no timesteps with them.
+        """
         self.forget()
         given = getattr(self._scheduler, "timesteps", None)
         if not isinstance(given, torch.Tensor) or given.dim() != 1 or not given.numel():
             return
         device = given
-        if "timesteps" in self.switches and given.device != on:
+        elsewhere = given.device.type == "cpu" and on.type not in ("cpu", "meta")
+        if "timesteps" in self.switches and elsewhere:
             device = given.to(on)
             self._count("timesteps uploaded once a picture")
         elif self._computes(given):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_graph.bench import chart, table
+from dit_graph.bench import chart, run, table
 from dit_graph.bench.measure import (
     Apart,
     break_even,
@@ -272,6 +272,28 @@ def test_an_eager_failure_ends_the_run(
     monkeypatch.setattr(Front, "before_call", fails)
     assert main([*HERE, "--compare", "full"]) == 2
     assert "eager itself fails: failed: RuntimeError: no luck" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (UsageError, 2)])
+def test_what_was_measured_before_an_end_stays(
+    error: type[BaseException], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    real, seen = run.measured, []
+
+    def measured(*args: Any) -> Any:
+        seen.append(args)
+        if len(seen) == 2:
+            raise error("in the second scenario")
+        return real(*args)
+
+    monkeypatch.setattr(run, "measured", measured)
+    more = ["--compare", "full", "--batch", "1,2", "--output", str(tmp_path / "run")]
+    assert main([*HERE, *more]) == code
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [(row["mode"], row["images"]) for row in rows] == [("eager", 1), ("full", 1)]
+    text = (tmp_path / "run.md").read_text()
+    assert "embedded 64x64 B1" in text and capsys.readouterr().out == text
 
 
 def test_more_arguments_of_the_call(capsys: pytest.CaptureFixture[str]) -> None:
