@@ -3,7 +3,7 @@
 # three of them against torch.compile(mode="reduce-overhead") at 512 px too. Records go to FOLDER;
 # benchmarks/pictures.py puts them together.
 #
-#     benchmarks/pictures.sh FOLDER [MODEL...]
+#     [IMAGES=4] benchmarks/pictures.sh FOLDER [MODEL...]
 #
 # Needs a CUDA device with about 90 GB of free memory (qwen-image); one process a record.
 set -uo pipefail
@@ -14,7 +14,7 @@ mkdir -p "$out"
 record() { # NAME MODEL OPTION...
   local name=$1 model=$2
   shift 2
-  python3 -m dit_graph.bench --model "$model" --remove-syncs --set-up here --images 4 "$@" \
+  python3 -m dit_graph.bench --model "$model" --remove-syncs --set-up here --images "${IMAGES:-4}" "$@" \
     --output "$out/pictures-$name" | tail -n 1 > /dev/null || echo "$name failed" >&2
 }
 

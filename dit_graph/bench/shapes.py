@@ -180,7 +180,11 @@ def _wan(size: Size) -> Any:
         attention_head_dim=128, in_channels=16, out_channels=16, text_dim=4096, freq_dim=256,
         ffn_dim=8960,
     )  # fmt: skip
-    return diffusers.WanPipeline(None, None, _made("AutoencoderKLWan"), _flow(), transformer)
+    scheduler = _scheduler(
+        "UniPCMultistepScheduler", prediction_type="flow_prediction", use_flow_sigmas=True,
+        flow_shift=3.0,
+    )  # fmt: skip
+    return diffusers.WanPipeline(None, None, _made("AutoencoderKLWan"), scheduler, transformer)
 
 
 def _wan_call(batch: int) -> dict[str, Any]:
