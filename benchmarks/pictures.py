@@ -23,15 +23,19 @@ def main() -> None:
     args = parser.parse_args()
     records: list[dict[str, Any]] = []
     for path in args.records:
-        read = json.loads(path.read_text())
+        try:
+            read = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"{path}: is no record ({error})")
         records += read.get("records", [read])
     name: Path = args.output
-    crossover(records, name.with_name(f"{name.name}.png"), args.mode)
+    if not name.parent.is_dir():
+        parser.error(f"--output {name}: there is no folder {name.parent}")
     text = "\n\n".join([summary(records), *map(markdown, records)])
     name.with_name(f"{name.name}.md").write_text(text + "\n")
-    name.with_name(f"{name.name}.json").write_text(
-        json.dumps({"records": records}, indent=1) + "\n"
-    )
+    both = json.dumps({"records": records}, indent=1)
+    name.with_name(f"{name.name}.json").write_text(both + "\n")
+    crossover(records, name.with_name(f"{name.name}.png"), args.mode)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import common
 from diffusers import (
     AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -34,7 +34,9 @@ def tiny() -> tuple[WanPipeline, dict[str, Any]]:
         tokenizer=None,
         text_encoder=None,
         vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
         transformer=transformer,
     )
     return pipe, {

@@ -32,10 +32,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             colour = _COLOURS[modes.index(row["mode"]) % len(_COLOURS)]
             label = row["mode"] if scenario == scenarios[0] else None
             axes.barh(place, row["step_ms_p50"], color=colour, label=label)
-            gain = mine[0]["time_s"] / row["time_s"]
-            text = f" {row['step_ms_p50']:.4g} ms" + (
-                f", {gain:.2f}x" if row is not mine[0] else ""
-            )
+            gain = "" if row["gain"] is None else f", {row['gain']:.2f}x"
+            text = f" {row['step_ms_p50']:.4g} ms{gain}"
             axes.text(row["step_ms_p50"], place, text, va="center", fontsize=8)
             place += 1
         place += 0.7
@@ -44,12 +42,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("ms a step, wall clock, median")
     axes.set_title(result["machine"]["gpu"] or f"no GPU: {result['machine']['cpu']}", fontsize=9)
     axes.margins(x=0.18)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=len(modes))
     figure.savefig(path, format="png", dpi=110)
 
 
 def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breakable") -> None:
-    """Gain over eager against image tokens a picture, a line a model, as a PNG.
+    """Gain over eager against image tokens, a line for each model, batch and steps, as a PNG.
 
     Args:
         results: records of runs; rows of other modes and of unknown token counts are left out.
@@ -63,7 +61,8 @@ def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breaka
         for row in result["rows"]:
             if row["mode"] == mode and row["tokens"] and row["scenario"] in eager:
                 point = row["tokens"], eager[row["scenario"]] / row["time_s"]
-                lines.setdefault(row["scenario"].split()[0], []).append(point)
+                name, _, *rest = row["scenario"].split()  # all but the size
+                lines.setdefault(" ".join([name, *rest]), []).append(point)
     if not lines:
         raise ConfigError(f"no row of {mode} with a token count to draw")
     figure = empty_figure()

@@ -26,10 +26,12 @@ class Times:
     """Of one variant, in seconds a call: wall clock, and between two events on the device.
 
     `warm` are the wall clocks of the calls before those that count; `made` is what it took to
-    enable or compile the model.
+    enable or compile the model. `peak` is the most bytes that torch had allocated on the device
+    while it ran, None without one.
     """
 
     made: float = 0.0
+    peak: int | None = None
     warm: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
@@ -79,6 +81,8 @@ class Clock:
         """Its result, the wall clock's seconds, and the device's, None without one."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
         self.wait()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.on)
         began = time.perf_counter()
         if events:
             events[0].record()
@@ -108,7 +112,7 @@ def measured(
             gives what each of them came with.
     """
     times = {front.variant: Times(front.seconds) for front in fronts}
-    outs: dict[str, Any] = {}
+    outs: dict[str, list[Any]] = {}  # the last two: two calls in a row draw different things
     failed: dict[str, str] = {}
 
     def run(front: Front) -> tuple[float, float | None] | None:
@@ -116,7 +120,11 @@ def measured(
             return None
         try:
             front.before_call()
-            outs[front.variant], wall, device = clock(lambda: call(front))
+            out, wall, device = clock(lambda: call(front))
+            outs[front.variant] = [*outs.get(front.variant, [])[-1:], out]
+            if clock.cuda:
+                mine = times[front.variant]
+                mine.peak = max(mine.peak or 0, torch.cuda.max_memory_allocated(clock.on))
         except Exception as error:  # a compiler may fail on a model; the others go on
             text = " ".join(str(error).split())[:300]
             failed[front.variant] = f"failed: {type(error).__name__}: {text}"

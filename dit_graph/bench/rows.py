@@ -22,12 +22,19 @@ def row(
 
     Args:
         apart: from eager's result.
+
+    A step's milliseconds are a call's over its steps, all else that it does included, and their
+    percentiles are those of calls. `mem_GB` is what torch reserved in a fresh process,
+    `allocated_GB` the most that it had allocated in this one while the variant ran, with the
+    weights that all share.
         set_up: what a fresh process found; without it this one's first calls count.
     """
     wall, steps = percentile(times.wall, 0.5), task.steps
-    first, later = first_and_later(times.made, times.warm, min(times.wall))
+    first, later = first_and_later(times.made, times.warm, wall)
     if set_up is not None:
         first, later = set_up["first_s"], set_up["later_s"]
+    elif made.variant == EAGER:  # which has nothing to set up where the kernels are warm
+        first = later
     return {
         "scenario": task.scenario,
         "model_cls": type(task.repeated).__name__,
@@ -47,6 +54,7 @@ def row(
         "set_up_s": round(max(0.0, first - later), 3),
         "first_s": round(first, 3),
         "mem_GB": None if set_up is None else set_up["mem_GB"],
+        "allocated_GB": None if times.peak is None else round(times.peak / 1e9, 2),
         "graph_MiB": _graph_memory(made),
         "equal": apart.equal,
         "difference": apart.most,
@@ -79,23 +87,27 @@ def unused(row: Row) -> str:
 def with_gain(rows: list[Row]) -> list[Row]:
     """The rows with what each gains over eager of its scenario, and from which picture on it pays.
 
-    No gain without a device, on which alone it says anything. It pays never (None) where later
-    pictures take no less time; and that is not known where the two set-ups were not taken alike.
+    No gain without a device, on which alone it says anything. It pays "never" where later pictures
+    take no less time; it is not known (None) where the two set-ups were not taken alike.
     """
     for row in rows:
         of_eager = (r for r in rows if (r["scenario"], r["mode"]) == (row["scenario"], EAGER))
-        eager, calls = next(of_eager, row), None
+        eager = next(of_eager, row)
+        row["break_even_images"] = None
         on_device = row is not eager and row["device_s"] is not None
         row["gain"] = round(eager["time_s"] / row["time_s"], 3) if on_device else None
         if on_device and row["set_up"] == eager["set_up"]:
             calls = break_even(row["set_up_s"], row["time_s"], eager["set_up_s"], eager["time_s"])
-        row["break_even_images"] = None if calls is None else (calls - 1) * row["images"] + 1
+            pays = "never" if calls is None else (calls - 1) * row["images"] + 1
+            row["break_even_images"] = pays
     return rows
 
 
 _SUMS = ("images_per_s",)
-_LARGEST = ("time_s", "step_ms_p50", "step_ms_p95", "device_s", "mem_GB", "graph_MiB", "difference",
-            "set_up_s", "first_s")  # fmt: skip
+_LARGEST = (
+    "time_s", "step_ms_p50", "step_ms_p95", "device_s", "mem_GB", "allocated_GB", "graph_MiB",
+    "difference", "set_up_s", "first_s",
+)  # fmt: skip
 
 
 def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ import torch
 from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
-from dit_graph.bench.measure import Clock, activity, eager_first, measured
+from dit_graph.bench.measure import Activity, Clock, activity, eager_first, measured
 from dit_graph.bench.rows import Row, merged, row, unused, with_gain
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
-from dit_graph.bench.variants import COMPILED, EAGER, Front, front, impossible
+from dit_graph.bench.variants import COMPILED, EAGER, GRAPHS, Front, front, impossible
 from dit_graph.cli.bench import BenchOptions, parse
-from dit_graph.cli.errors import UsageError, one_line
+from dit_graph.cli.errors import UsageError, one_line, told
 from dit_graph.cli.ranks import Processes
 from dit_graph.errors import ConfigError, DitGraphError
 
@@ -54,18 +54,14 @@ def run(argv: Sequence[str] | None, processes: Processes) -> None:
     bench = _Bench(options, argv, clock, processes)
     try:
         share.failed = processes.failure(lambda: bench.run(share))
-    except BaseException:
-        if share.rows:  # what is measured is told, whatever ends the rest
-            print(table.markdown(bench.result([share])))
+    except BaseException as error:  # what is measured is told, whatever ends the rest
+        if processes.is_main and share.rows:
+            _tell(bench.result([share], one_line(error)), options)
         raise
     shares = processes.gather(share)
     failed = processes.summary([share.failed for share in shares])
     if processes.is_main and any(share.rows for share in shares):
-        result = bench.result(shares, failed)
-        print(table.markdown(result))
-        _write(result, options)
-        _draw(result, options)
-        print(json.dumps(result))
+        _tell(bench.result(shares, failed), options)
     if failed:
         raise UsageError(failed)
 
@@ -85,7 +81,9 @@ class _Bench:
         names = eager_first(options.compare)
         why = {n: impossible(n, options.device, options.what, options.enable) for n in names}
         share.notes += [f"not measured: {reason}" for reason in why.values() if reason]
-        scenarios = tasks(options, self.clock.on)
+        share.notes += _told_of(options, [name for name in names if not why[name]])
+        shared = self.processes.rank, self.processes.count
+        scenarios = tasks(options, self.clock.on, shared)
         while (task := together(lambda: next(scenarios, None))) is not None:
             if task.left_out:
                 share.notes.append(f"not run: {', '.join(task.left_out)}")
@@ -128,7 +126,7 @@ class _Bench:
         for made in [made for made in fronts if made.variant in found.times]:
             name = made.variant
             set_up = self._set_up(name, task, share)
-            did = self.processes.together(partial(activity, made, task.call, self.clock))
+            did = self._activity(made, task, share)
             rows.append(row(task, made, found.times[name], did, found.apart[name], set_up))
         if not found.finite:
             failed["equality"] = "eager's own result is not finite numbers; nothing is shown by it"
@@ -151,6 +149,19 @@ class _Bench:
             self.processes.gather(None)
         return found
 
+    def _activity(self, made: Front, task: Task, share: _Share) -> Activity | None:
+        """None where the profiler failed, as it may for want of memory."""
+
+        def look() -> Activity | None:
+            try:
+                return activity(made, task.call, self.clock)
+            except torch.OutOfMemoryError as error:
+                text = f"{task.scenario}: {made.variant}: no profile: {one_line(error)}"
+                share.notes.append(text)
+                return None
+
+        return self.processes.together(look)
+
     def _fronts(self, task: Task, names: list[str]) -> tuple[list[Front], dict[str, str]]:
         """Each variant's front, eager's first; those that could be made in every process."""
         fronts, failed = [], {}
@@ -164,14 +175,33 @@ class _Bench:
         return [made for made in fronts if made.variant not in failed], failed
 
 
+def _told_of(options: BenchOptions, names: Sequence[str]) -> list[str]:
+    """What a reader of the table must know of how it came about."""
+    notes = []
+    if options.set_up == "here":
+        notes.append("set-up: in this process, its kernels warm, so that eager has none")
+    if options.remove_syncs and (graphs := [name for name in names if name in GRAPHS]):
+        notes.append(f"host syncs removed (--remove-syncs): {', '.join(graphs)}, not the others")
+    return notes
+
+
 def _told(options: BenchOptions) -> dict[str, Any]:
     """The choices that decide the numbers."""
     return {
         "what": options.what, "model": options.model or "embedded", "images": options.images,
         "steps": options.steps, "dtype": str(options.dtype).removeprefix("torch."),
         "device": options.device, "remove_syncs": options.remove_syncs, "latent": options.latent,
+        "set_up": options.set_up,
         "compiled": sorted(set(options.compare) & set(COMPILED)),
     }  # fmt: skip
+
+
+def _tell(result: dict[str, Any], options: BenchOptions) -> None:
+    """The table, the files, the record as the last line, and the charts, which may fail."""
+    print(table.markdown(result))
+    _write(result, options)
+    print(json.dumps(result))
+    _draw(result, options)
 
 
 def _write(result: dict[str, Any], options: BenchOptions) -> None:
@@ -188,10 +218,11 @@ def _draw(result: dict[str, Any], options: BenchOptions) -> None:
     if name != Path():
         try:
             chart.draw(result, name.with_name(f"{name.name}.png"))
-        except ConfigError as error:  # the numbers are there
+        except (ConfigError, OSError) as error:  # the numbers are there
             print(f"no {name.name}.png: {one_line(error)}", file=sys.stderr)
     if options.chart is not None:
-        chart.draw(result, options.chart)
+        with told(f"--chart {options.chart}"):
+            chart.draw(result, options.chart)
 
 
 def _put(path: Path, text: str) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from dit_graph.bench.measure import Clock, first_and_later
+from dit_graph.bench.measure import Clock, first_and_later, percentile
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import front
 from dit_graph.cli.bench import BenchOptions
 from dit_graph.cli.errors import UsageError, told
 
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # the first run of inductor sets both
 _RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -33,7 +34,7 @@ def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) ->
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
     with tempfile.TemporaryDirectory() as empty:  # a compiler starts with nothing, as on a new host
-        environment["TORCHINDUCTOR_CACHE_DIR"] = empty
+        environment |= {name: f"{empty}/{name}" for name in _CACHES}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
@@ -56,7 +57,9 @@ def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
             return task.call(made)
 
         spent = [clock(call)[1] for _ in range(task.warm + 2)]
-    first, later = first_and_later(made.seconds, spent[: task.warm], min(spent[task.warm :]))
+    first, later = first_and_later(
+        made.seconds, spent[: task.warm], percentile(spent[task.warm :], 0.5)
+    )
     peak = torch.cuda.max_memory_reserved(clock.on) / 1e9 if clock.cuda else None
     return {
         "first_s": first,

@@ -18,20 +18,26 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("launches_per_step", "launches", lambda v: f"{v:.0f}"),
     ("set_up_s", "set-up s", lambda v: f"{v:.3g}"),
     ("mem_GB", "mem GB", lambda v: f"{v:.3g}"),
+    ("allocated_GB", "allocated GB", lambda v: f"{v:.3g}"),
     ("graph_MiB", "graph MiB", lambda v: f"{v:.0f}"),
     ("equal", "equal", lambda v: "yes" if v else "no"),
     ("difference", "difference", lambda v: f"{v:.1e}" if v else "0"),
     ("break_even_images", "pays from picture", str),
 )
 
-_PREFILL = {"images/s": "prompts/s", "ms a step p50": "ms p50", "pays from picture": "from prompt"}
+_TITLES = {
+    "prefill": {"images/s": "prompts/s", "ms a step p50": "ms p50",
+                "pays from picture": "pays from prompt"},
+    "step": {"images/s": "samples/s", "ms a step p50": "ms p50",
+             "pays from picture": "pays from sample"},
+}  # fmt: skip
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The machine in one line, what was not measured, and a table a scenario."""
     lines = [_machine(result["machine"]), "", *(f"* {note}" for note in result["notes"]), ""]
-    rows, prefill = result["rows"], result.get("options", {}).get("what") == "prefill"
-    columns = [c for c in _COLUMNS if any(row[c[0]] is not None for row in rows)]
+    rows, titles = result["rows"], _TITLES.get(result.get("options", {}).get("what"), {})
+    columns = [c for c in _COLUMNS if any(row.get(c[0]) is not None for row in rows)]
     if all(row["processes"] == 1 for row in rows):
         columns = [c for c in columns if c[0] != "processes"]
     if all(row["equal"] for row in rows):
@@ -39,8 +45,7 @@ def markdown(result: dict[str, Any]) -> str:
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         mine = [row for row in rows if row["scenario"] == scenario]
         lines += [f"**{scenario}** ({mine[0]['model_cls']}, {mine[0]['num_params_B']:.3g} B)", ""]
-        titles = [_PREFILL.get(title, title) if prefill else title for _, title, _ in columns]
-        lines.append("| " + " | ".join(titles) + " |")
+        lines.append("| " + " | ".join(titles.get(title, title) for _, title, _ in columns) + " |")
         lines.append("|" + " --- |" * len(columns))
         for row in mine:
             cells = [_cell(row, name, shown) for name, _, shown in columns]
@@ -50,10 +55,8 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _cell(row: dict[str, Any], name: str, shown: Callable[[Any], str]) -> str:
-    value = row[name]
-    if value is not None:
-        return shown(value)
-    return "never" if name == "break_even_images" and row["mode"] != "eager" else "-"
+    value = row.get(name)  # a record from before a column was added has none
+    return "-" if value is None else shown(value)
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -62,13 +65,14 @@ def _machine(machine: dict[str, Any]) -> str:
 
 
 _OF_EAGER = ("images_per_s", "gpu_busy")
-_SUMMED = ("mode", "gain", "images_per_s", "gpu_busy", "set_up_s", "graph_MiB", "equal")
+_SUMMED = ("mode", "gain", "images_per_s", "gpu_busy", "set_up_s", "allocated_GB", "graph_MiB",
+           "equal", "break_even_images")  # fmt: skip
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """A table of several records: a line for each variant of a scenario but eager, beside eager."""
     columns = [column for column in _COLUMNS if column[0] in _SUMMED]
-    titles = ["", "tokens", "eager images/s", "GPU busy", *(title for _, title, _ in columns)]
+    titles = ["", "tokens", "eager images/s", "eager GPU busy", *(title for _, title, _ in columns)]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for row in (row for result in results for row in result["rows"]):
         named = [row["scenario"], str(row["tokens"] or "-")]

@@ -55,8 +55,13 @@ def denoiser(pipe: Any) -> Any:
     return pipe.unet if found is None else found
 
 
-def tasks(options: BenchOptions, on: torch.device) -> Iterator[Task]:
-    """The scenarios of a run, one after the other; a model stays as long as it serves the next."""
+def tasks(
+    options: BenchOptions, on: torch.device, share: tuple[int, int] = (0, 1)
+) -> Iterator[Task]:
+    """The scenarios of a run, one after the other; a model stays as long as it serves the next.
+
+    `share` is this process and how many there are: each draws other prompts and seeds.
+    """
     if options.what == "prefill":
         yield from _prefills(options, on)
         return
@@ -64,20 +69,25 @@ def tasks(options: BenchOptions, on: torch.device) -> Iterator[Task]:
     asked = [(size["height"], size["width"]) for size in options.sizes]
     for side in asked or _default_sizes(options):
         shape = SHAPES.get(options.model or "")
+        if shape is not None and shape.one_size and side is not None and side[0] != side[1]:
+            raise UsageError(f"{options.model} draws squares; {side[1]}x{side[0]} is none")
         if pipe is None or (shape is not None and shape.one_size):
             pipe = _pipeline(options, side, on)
         for batch in options.batches:
-            yield _picture(options, pipe, side, batch, on)
+            yield _picture(options, pipe, side, batch, on, share)
 
 
-def _default_sizes(options: BenchOptions) -> list[Size]:
+def _default_sizes(options: BenchOptions) -> list[Size | None]:
+    """A pipeline that was saved has a size of its own, None."""
+    if options.model is None:
+        return [(64, 64)]
+    shape = SHAPES.get(options.model)
+    return [None] if shape is None else [(side, side) for side in shape.sizes]
+
+
+def _pipeline(options: BenchOptions, size: Size | None, on: torch.device) -> Any:
     shape = SHAPES.get(options.model or "")
-    return [(side, side) for side in (shape.sizes if shape is not None else (64,))]
-
-
-def _pipeline(options: BenchOptions, size: Size, on: torch.device) -> Any:
-    shape = SHAPES.get(options.model or "")
-    if shape is None:
+    if shape is None or size is None:
         return model.load(options, str(on))
     torch.manual_seed(0)
     with _made_on(on, options.dtype), loading(f"cannot make {options.model}"):
@@ -105,47 +115,52 @@ class _made_on:
         torch.set_default_dtype(self._before)
 
 
-def _picture(options: BenchOptions, pipe: Any, size: Size, batch: int, on: torch.device) -> Task:
-    height, width = size
+def _picture(
+    options: BenchOptions, pipe: Any, size: Size | None, batch: int, on: torch.device,
+    share: tuple[int, int],
+) -> Task:  # fmt: skip
     shape = SHAPES.get(options.model or "")
-    named = options.model or "embedded"
     output = "latent" if options.latent else "pt"
-    with _made_on(on, options.dtype):
-        given = shape.call(batch) if shape is not None else _prompts(options, batch)
-    given |= model.more(type(pipe), options)
     taken = model.taken_by(type(pipe))
-    given |= {"num_inference_steps": options.steps, "output_type": output}
-    if "height" in taken:
-        given |= {"height": height, "width": width}
-    given = {name: value for name, value in given.items() if name in taken}
+    with _made_on(on, options.dtype):
+        fixed = shape.call(batch) if shape is not None else {}
+    fixed |= model.more(type(pipe), options)
+    fixed |= {"num_inference_steps": options.steps, "output_type": output}
+    if size is not None:
+        fixed |= {"height": size[0], "width": size[1]}
+    fixed = {name: value for name, value in fixed.items() if name in taken}
     if options.latent and "output_type" not in taken:
         raise UsageError(f"--latent: {type(pipe).__name__} takes no output_type")
+    prompted = shape is None and "prompt" in taken
+    prompts = options.prompts or ("a fox",)
 
     def picture(front: Front) -> Any:
-        generators = [torch.Generator(on).manual_seed(seed) for seed in range(batch)]
+        rank, count = share
+        first = (front.turn * count + rank) * batch
+        numbers = range(first, first + batch)
+        given = {**fixed, "generator": [torch.Generator(on).manual_seed(n) for n in numbers]}
+        if prompted:
+            given["prompt"] = [prompts[n % len(prompts)] for n in numbers]
         with torch.no_grad():
-            out = front.target(**given, generator=generators)
+            out = front.target(**given)
         return out.images if hasattr(out, "images") else out.frames
 
-    scenario = f"{named} {width}x{height} B{batch} {options.steps} steps"
+    sized = "own size" if size is None else f"{size[1]}x{size[0]}"
+    scenario = f"{options.model or 'embedded'} {sized} B{batch} {options.steps} steps"
     left_out = ("VAE",) * options.latent + ("text encoders",) * (shape is not None)
-    tokens = shape.tokens(size) if shape is not None else None
+    tokens = None if shape is None or size is None else shape.tokens(size)
     whole = Task(scenario, pipe, picture, batch, options.steps or 1, left_out, tokens)
     return whole if options.what == "picture" else _step(whole)
 
 
-def _prompts(options: BenchOptions, batch: int) -> dict[str, Any]:
-    prompts = [options.prompts[i % len(options.prompts)] for i in range(batch)]
-    return {"prompt": prompts}
-
-
 def _step(whole: Task) -> Task:
-    """One call of the denoiser, with what a picture's second step gives it."""
+    """One call of the denoiser, in turns with what a picture's second call gives it and with that
+    mirrored, so that two calls in a row differ."""
     seen: list[Any] = []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
-        clone = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-        seen.append(clone)
+        if len(seen) < 2:
+            seen.append(pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
 
     watched = denoiser(whole.model).register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -153,15 +168,20 @@ def _step(whole: Task) -> Task:
             whole.call(Front("eager", whole.model))
     finally:
         watched.remove()
-    args, kwargs = seen[min(1, len(seen) - 1)]
+    given = seen[-1], pytree.tree_map_only(torch.Tensor, _mirrored, seen[-1])
 
     def step(front: Front) -> Any:
+        args, kwargs = given[front.turn % 2]
         with torch.no_grad():
             return denoiser(front.target)(*args, **kwargs)[0]
 
     scenario = f"{whole.scenario.rsplit(' B', 1)[0]} B{whole.images} one step"
     left_out = ("VAE", "text encoders")
     return Task(scenario, whole.model, step, whole.images, 1, left_out, whole.tokens)
+
+
+def _mirrored(t: torch.Tensor) -> torch.Tensor:
+    return t.flip(-1) if t.dim() and t.is_floating_point() else t
 
 
 def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
@@ -177,11 +197,12 @@ def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
     for tokens in options.tokens:
         for batch in options.batches:
             seeded = torch.Generator().manual_seed(tokens)
-            given = torch.randint(1, vocabulary, (batch, tokens), generator=seeded).to(on)
+            given = torch.randint(1, vocabulary, (2, batch, tokens), generator=seeded).to(on)
 
             def prefill(front: Front, given: torch.Tensor = given) -> Any:
+                prompts = given[front.turn % 2]
                 with torch.no_grad():
-                    return front.target(input_ids=given, logits_to_keep=1).logits
+                    return front.target(input_ids=prompts, logits_to_keep=1).logits
 
             scenario = f"{name} {tokens} tokens B{batch}"
             yield Task(scenario, causal_lm, prefill, batch, 1, ("decode",), tokens)

@@ -22,13 +22,15 @@ class Front:
     """A model as one variant runs it.
 
     `target` is the pipeline or causal LM to call. `handle` is dit_graph's, None for the others.
-    `seconds` is what enabling or compiling took.
+    `seconds` is what enabling or compiling took. `turn` counts its calls: two in a row draw
+    different things, so that a recording which kept an input would be seen.
     """
 
     variant: str
     target: Any
     handle: Any = None
     seconds: float = 0.0
+    turn: int = 0
 
     def release(self) -> None:
         if self.handle is not None:
@@ -37,6 +39,7 @@ class Front:
             torch.compiler.reset()
 
     def before_call(self) -> None:
+        self.turn += 1
         if self.variant == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
 

@@ -70,6 +70,7 @@ def parser() -> Parser:
         prog="python -m dit_graph.bench",
         description="Time a model with and without graphs, in turns and in one process, compare "
         "the bits, and say from which picture on it pays. Without --model the embedded one draws. "
+        "Milliseconds a step are a picture's time over its steps. "
         "The last line of stdout is the record as one JSON object.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -88,7 +89,13 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         help=f"a folder, a hub id, or random weights of a real size: {names}")  # fmt: skip
     add("--what", choices=WHATS, default="picture",
         help="a picture, one denoising step, or an LLM's prefill (default picture)")  # fmt: skip
-    add("--sizes", type=_sizes, default=(), metavar="N|WxH[,..]", help="pixels")
+    add(
+        "--sizes",
+        type=_sizes,
+        default=(),
+        metavar="N|WxH[,..]",
+        help="pixels (default two of a named shape's, 64 of the embedded model's, else its own)",
+    )
     add("--tokens", type=_wholes, metavar="N[,N]",
         help="prompt lengths of prefill (default 16 to 2048)")  # fmt: skip
     add("--batch", type=_wholes, default=(1,), metavar="N[,N]",
@@ -166,7 +173,7 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
     if given.chart is not None or given.output is not None:
         _check_results(given.chart, given.output)
     options = BenchOptions(
-        prompts=tuple(prompts or ["a fox"]),
+        prompts=tuple(prompts),
         sizes=given.sizes,
         steps=given.steps,
         model=given.model,
@@ -209,6 +216,8 @@ def _check_results(chart: Path | None, output: Path | None) -> None:
     """Whether a chart can be drawn at all, and results go there."""
     from dit_graph.explain.plot import empty_figure
 
+    if chart is not None and chart.is_dir():
+        raise UsageError(f"--chart {chart}: is a folder; give the name of a file")
     if chart is not None and chart.suffix.lower() != ".png":
         raise UsageError(f"--chart {chart}: is no .png file; give a name that ends in .png")
     for option, path in (("--chart", chart), ("--output", output)):

@@ -190,6 +190,8 @@ def _load(options: Options) -> Any:
 
 def _load_loras(pipe: Any, loras: Sequence[str]) -> None:
     """Load all of them; a pipeline without a loader of its own has its transformer's."""
+    if not loras:
+        return
     owner = pipe if hasattr(pipe, "load_lora_weights") else pipe.transformer
     load_into = getattr(owner, "load_lora_weights", None) or owner.load_lora_adapter
     names = [f"lora{number}" for number in range(len(loras))]

@@ -24,6 +24,7 @@ def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
     for row in (eager, graphs, full):
         assert row["equal"] and row["device_s"] > 0 and 0 < row["gpu_busy"] <= 1.01
         assert row["kernels_per_step"] > 50 and row["launches_per_step"] >= 1
+        assert row["allocated_GB"] > 0
     for row in (graphs, full):
         assert row["stats"]["replays"] > 0 and row["gain"] > 0 and row["graph_MiB"] > 0
         assert row["launches_per_step"] < eager["launches_per_step"] / 2

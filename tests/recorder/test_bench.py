@@ -4,21 +4,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
-from dit_graph.bench import chart, run, table
+from dit_graph.bench import chart, run, set_up, table, tasks
 from dit_graph.bench.measure import (
     Apart,
+    Clock,
     break_even,
     covered,
     difference,
     eager_first,
     finite,
     first_and_later,
+    measured,
     percentile,
 )
 from dit_graph.bench.rows import merged, with_gain
@@ -31,6 +34,8 @@ from dit_graph.cli.model import taken_by
 from dit_graph.errors import ConfigError
 from tests.families import FAMILIES
 from tests.launchers import ROOT, TORCHRUN, launch
+from tests.pair import Machine
+from tests.syncs import dit
 
 QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]
 HERE = [*QUICK, "--set-up", "here"]
@@ -75,6 +80,7 @@ def test_latents_and_removed_syncs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*HERE, "--compare", "breakable", "--latent", "--remove-syncs"]) == 0
     result = record(capsys)
     assert "not run: VAE" in result["notes"] and result["options"]["remove_syncs"] is True
+    assert any("(--remove-syncs): breakable, not the others" in note for note in result["notes"])
     assert all(row["equal"] for row in result["rows"])
 
 
@@ -132,6 +138,8 @@ def test_a_process_that_fails_ends_all_by_name() -> None:
         (["--sizes", "12y"], "must be WIDTHxHEIGHT"),
         (["--images", "0"], "at least 1"),
         (["--chart", "x.jpg"], "is no .png file"),
+        (["--chart", "tests"], "is a folder"),
+        (["--model", "dit-xl-2", "--sizes", "512x256"], "draws squares"),
         (["--output", "nowhere/x"], "nothing can be written in nowhere"),
     ],
 )
@@ -163,8 +171,14 @@ def test_names() -> None:
 )  # fmt: skip
 def test_named_shapes_are_of_the_real_size(name: str, billions: float) -> None:
     """Without memory, on the meta device; a scheduler's tables stay on the CPU."""
+    dpm = {"pixart-sigma", "sana-1.6b"}
+    schedulers = {"dit-xl-2": "DDIM", "wan-1.3b": "UniPCMultistep"}
+    schedulers |= dict.fromkeys(dpm, "DPMSolverMultistep")
     with torch.device("meta"):
         pipe = SHAPES[name].pipeline((256, 256))
+    kind = schedulers.get(name, "FlowMatchEulerDiscrete")
+    assert type(pipe.scheduler).__name__ == f"{kind}Scheduler"
+    with torch.device("meta"):
         call = SHAPES[name].call(2)
     count = sum(p.numel() for p in denoiser(pipe).parameters()) / 1e9
     assert count == pytest.approx(billions, rel=0.02)
@@ -217,7 +231,7 @@ def row(**more: Any) -> dict[str, Any]:
     numbers = ("time_s", "step_ms_p50", "step_ms_p95", "set_up_s", "first_s", "difference",
                "device_s")  # fmt: skip
     missing = ("gain", "gpu_busy", "kernels_per_step", "launches_per_step", "mem_GB",
-               "graph_MiB", "break_even_images")  # fmt: skip
+               "allocated_GB", "graph_MiB", "break_even_images")  # fmt: skip
     return {
         "scenario": "m 64x64", "model_cls": "M", "num_params_B": 1.0, "mode": "eager",
         "processes": 1, "images": 1, "images_per_s": 2.0, "set_up": "here", "equal": True,
@@ -236,6 +250,95 @@ def test_processes_are_merged() -> None:
     assert both[1]["difference"] is None and [r["processes"] for r in both] == [2, 2]
     assert both[1]["break_even_images"] == break_even(2.5, 0.25, 0.5, 0.7) == 5
     assert both[1]["gain"] == 2.8 and both[0]["gain"] is None
+
+
+def test_a_batch_pays_from_its_first_picture() -> None:
+    """2 s more set-up, 0.25 s less a call of four: the ninth call, whose first picture is 33rd."""
+    rows = with_gain([row(images=4), row(images=4, mode="full", time_s=0.25, set_up_s=2.5)])
+    assert rows[1]["break_even_images"] == 8 * 4 + 1
+
+
+def test_variants_take_turns_and_only_eagers_first_call_is_nobodys() -> None:
+    fronts, order = [Front("eager", None), Front("full", None)], []
+
+    def call(front: Front) -> torch.Tensor:
+        order.append((front.variant, front.turn))
+        return torch.arange(3.0) + front.turn
+
+    found = measured(fronts, call, Clock(torch.device("cpu")), 2, 3, lambda value: [value or {}])
+    variants = [name[0] for name, _ in order]
+    assert "".join(variants) == "eeff" + "ef" + "fe" + "ef"
+    assert [turn for name, turn in order if name == "full"] == [1, 2, 3, 4, 5]
+    assert [len(found.times[front.variant].warm) for front in fronts] == [1, 2]
+    assert found.apart["full"].equal and found.finite
+
+
+def test_what_is_kept_from_an_earlier_call_is_no_equal_picture(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of a variant draws something else; so do the pictures of a batch."""
+    real, kept = tasks.Task, []
+
+    def remembers(scenario: str, model: Any, call: Any, *rest: Any) -> Any:
+        def stale(front: Front) -> Any:
+            out = call(front)
+            kept.append(out) if front.variant == "full" else None
+            return kept[0] if front.variant == "full" else out
+
+        return real(scenario, model, stale, *rest)
+
+    monkeypatch.setattr(tasks, "Task", remembers)
+    for what in ("picture", "step"):
+        kept.clear()
+        assert main([*HERE, "--what", what, "--compare", "full", "--batch", "2"]) == 0
+        assert [row["equal"] for row in record(capsys)["rows"]] == [True, False], what
+        assert not torch.equal(kept[-1][0], kept[-1][1])
+
+
+def test_calls_go_through_the_prompts_and_processes_share_them() -> None:
+    options = parse([*HERE, "--prompt", "fox", "rocket", "lemon", "--batch", "2", "--steps", "1"])
+    seen = []
+    for rank in (0, 1):
+        task = next(tasks.tasks(options, torch.device("cpu"), (rank, 2)))
+        target = SimpleNamespace(images=0)
+
+        def draw(target: Any = target, **given: Any) -> Any:
+            seen.append((given["prompt"], [g.initial_seed() for g in given["generator"]]))
+            return target
+
+        for turn in (0, 1):
+            task.call(Front("eager", draw, turn=turn))
+    assert seen == [(["fox", "rocket"], [0, 1]), (["rocket", "lemon"], [4, 5]),
+                    (["lemon", "fox"], [2, 3]), (["fox", "rocket"], [6, 7])]  # fmt: skip
+
+
+def test_a_fresh_process_finds_no_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    monkeypatch.setenv("RANK", "1")
+
+    def runs(command: list[str], env: dict[str, str], **more: Any) -> Any:
+        assert command[-4:] == ["--set-up-of", "full", "--set-up-scenario", "a scenario"]
+        caches = [env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"]]
+        assert "RANK" not in env and len(set(caches)) == 2
+        assert all(Path(cache).parent.is_dir() and not Path(cache).exists() for cache in caches)
+        return SimpleNamespace(returncode=0, stdout='noise\n{"first_s": 1}\n')
+
+    monkeypatch.setattr(set_up.subprocess, "run", runs)
+    task = tasks.Task("a scenario", None, lambda front: None, 1, 1)
+    assert set_up.fresh("full", task, HERE, None) == {"first_s": 1}
+
+
+def test_a_saved_pipeline_draws_at_its_own_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that takes no prompt too."""
+    dit(Machine("recorder", "cpu")).save_pretrained(tmp_path / "dit")
+    labels = ["--pipeline-kwargs", '{"class_labels": [1]}']
+    assert main([*HERE, "--model", str(tmp_path / "dit"), *labels, "--compare", "full"]) == 0
+    _, graphs = record(capsys)["rows"]
+    assert "own size B1" in graphs["scenario"] and graphs["equal"] and graphs["stats"]["replays"]
+    assert main([*HERE, "--model", str(tmp_path / "dit"), *labels, "--sizes", "64"]) == 2
+    assert "takes no height" in capsys.readouterr().err
 
 
 def test_set_ups_that_were_not_taken_alike_are_not_compared() -> None:
@@ -292,8 +395,10 @@ def test_what_was_measured_before_an_end_stays(
     assert main([*HERE, *more]) == code
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert [(row["mode"], row["images"]) for row in rows] == [("eager", 1), ("full", 1)]
+    result = record(capsys)
+    assert result["rows"] == rows and any("failed: " in note for note in result["notes"])
     text = (tmp_path / "run.md").read_text()
-    assert "embedded 64x64 B1" in text and capsys.readouterr().out == text
+    assert "embedded 64x64 B1" in text and "* failed: " in text
 
 
 def test_more_arguments_of_the_call(capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,10 +410,11 @@ def test_more_arguments_of_the_call(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_never_pays_says_so(tmp_path: Path) -> None:
     machine = {"gpu": "a GPU", "cpu": "a CPU"}
-    rows = [row(), row(mode="full", time_s=0.6, break_even_images=None)]
-    result = {"machine": machine, "notes": ["a note"], "rows": [*rows, row(break_even_images=7)]}
+    rows = with_gain([row(), row(mode="full", time_s=0.6), row(mode="x", set_up="fresh process")])
+    assert [r["break_even_images"] for r in rows] == [None, "never", None], "the last is not known"
+    result = {"machine": machine, "notes": ["a note"], "rows": rows}
     text = table.markdown(result)
-    assert "never" in text and "* a note" in text and text.startswith("a GPU, cpu a CPU")
+    assert text.count("never") == 1 and "* a note" in text and text.startswith("a GPU, cpu a CPU")
     chart.draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
 
@@ -328,6 +434,11 @@ def test_records_are_put_together(tmp_path: Path) -> None:
     text = (tmp_path / "both.md").read_text()
     assert "| m 64x64 | 64 | 2 | - | breakable | 2.00x | 2 |" in text and "**n 96x64**" in text
     assert (tmp_path / "both.png").stat().st_size > 1000
+    for wrong, says in (("none.json", "is no record"), ("0.json", "no folder")):
+        command = [sys.executable, "benchmarks/pictures.py", str(tmp_path / wrong), "--output"]
+        command.append(str(tmp_path / "nowhere" / "x"))
+        done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_gain_against_tokens(tmp_path: Path) -> None:
