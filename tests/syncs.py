@@ -97,6 +97,27 @@ def placed(scheduler: Any, machine: Machine) -> DeviceTimesteps:
     return timesteps
 
 
+def test_a_picture_asks_no_more_modules_for_their_device_than_eager(machine: Machine) -> None:
+    """`_execution_device` looks at every module of the pipeline, while the device waits."""
+
+    class Counted(DiTPipeline):  # type: ignore[misc]
+        asked = 0
+
+        @property
+        def _execution_device(self) -> Any:
+            type(self).asked += 1
+            return super()._execution_device
+
+    plain = dit(machine)
+    pipe = Counted(plain.transformer, plain.vae, plain.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    dit_picture(pipe)
+    eager = Counted.asked
+    with dit_graph.enable(pipe, device=machine.device, remove_syncs=True):
+        dit_picture(pipe)
+    assert Counted.asked == 2 * eager > 0
+
+
 @pytest.mark.parametrize("on", ["cpu", "meta"])
 def test_offloaded_weights_take_no_timesteps_with_them(machine: Machine, on: str) -> None:
     scheduler = DDPMScheduler()
