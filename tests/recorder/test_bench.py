@@ -273,6 +273,20 @@ def test_variants_take_turns_and_only_eagers_first_call_is_nobodys() -> None:
     assert found.apart["full"].equal and found.finite
 
 
+def test_a_result_that_the_next_call_overwrites_is_compared_as_it_was() -> None:
+    """A model under `reduce-overhead` gives out the memory of its graphs."""
+    memory = torch.zeros(3)
+
+    def call(front: Front) -> torch.Tensor:
+        now = torch.arange(3.0) * front.turn
+        return now if front.variant == "eager" else memory.copy_(now)
+
+    fronts = [Front("eager", None), Front("reduce-overhead", None)]
+    clock = Clock(torch.device("cpu"))
+    found = measured(fronts, call, clock, 2, 2, lambda value: [value or {}])
+    assert found.apart["reduce-overhead"].equal
+
+
 def test_what_is_kept_from_an_earlier_call_is_no_equal_picture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
