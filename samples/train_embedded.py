@@ -182,7 +182,8 @@ class Model(nn.Module):
         """Write the pipeline in float16; the modules are copies and training could go on."""
         copies = []
         for module in (self.transformer, self.encoder):
-            copy = type(module).from_config(module.config)
+            config = {k: v for k, v in module.config.items() if k != "_name_or_path"}
+            copy = type(module).from_config(config)
             copy.load_state_dict(module.state_dict())
             copies.append(copy.half().eval())
         scheduler = FlowMatchEulerDiscreteScheduler()
