@@ -70,20 +70,23 @@ def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breaka
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    calls = {name.partition(" ")[2] for name in lines}  # batch and steps
     for name, points in lines.items():
-        axes.plot(*zip(*sorted(points)), marker="o", label=name)
+        label = name if len(calls) > 1 else name.split()[0]
+        axes.plot(*zip(*sorted(points)), marker="o", label=label)
         for tokens, gain in points:
-            axes.annotate(f" {gain:.2f}x", (tokens, gain), fontsize=7, va="bottom")
+            if gain >= _LITTLE:
+                axes.annotate(f" {gain:.2f}x", (tokens, gain), fontsize=7, va="bottom")
     axes.axhspan(min(1.0, axes.get_ylim()[0]), _LITTLE, color="#8c8c8c", alpha=0.3, linewidth=0)
     axes.annotate(
         f"under {_LITTLE:g}x: the device is busy anyway, graphs gain next to nothing",
-        (0.01, _LITTLE), xycoords=("axes fraction", "data"), fontsize=8, va="bottom",
+        (0.01, 0.01), xycoords="axes fraction", fontsize=8, va="bottom",
     )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_major_formatter("{x:g}x")
     axes.set_xlabel("image tokens of a picture")
     axes.set_ylabel(f"eager time / {mode} time of a picture")
     machines = {result["machine"]["gpu"] or result["machine"]["cpu"] for result in results}
-    axes.set_title(", ".join(sorted(machines)), fontsize=9)
+    axes.set_title(", ".join([*sorted(machines), *sorted(calls)]), fontsize=9)
     axes.legend(fontsize=8)
     figure.savefig(path, format="png", dpi=110)
