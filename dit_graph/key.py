@@ -59,11 +59,19 @@ class GraphKey:
         return GraphKey(self.spec, leaves, self.context._replace(extra_key=None))
 
     def describe(self) -> str:
-        """The tensor shapes, as people name a bucket: `2x3x64x64 2x1x256`."""
+        """The tensors and their shapes: `hidden_states 2x1024x64, timestep 2`."""
         shapes = [
-            "x".join(map(str, leaf[1])) or "()" for leaf in self.leaves if leaf[0] == "tensor"
+            f"{name} {'x'.join(map(str, leaf[1])) or '()'}"
+            for name, leaf in self.named_leaves()
+            if leaf[0] == "tensor"
         ]
-        return " ".join(shapes) or "no tensors"
+        return ", ".join(shapes) or "no tensors"
+
+    def named_leaves(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The leaves by path, for example `joint_attention_kwargs['scale']`."""
+        numbered = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
+        paths = pytree.tree_flatten_with_path(numbered)[0]
+        return [(path_name(path), self.leaves[i]) for path, i in paths]
 
 
 class Signature:
@@ -149,9 +157,7 @@ class Call:
 
     def leaf_name(self, index: int) -> str:
         """How a message names the leaf, for example `argument joint_attention_kwargs['scale']`."""
-        path = pytree.tree_flatten_with_path(self.arguments)[0][index][0]
-        name = getattr(path[0], "key", path[0])
-        return f"argument {name}{pytree.keystr(path[1:])}"
+        return f"argument {path_name(pytree.tree_flatten_with_path(self.arguments)[0][index][0])}"
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """`(args, kwargs)` as the caller wrote them, with other tensors in the same places."""
@@ -166,6 +172,11 @@ class Call:
         now += [(_attributes(record), leaves) for record, leaves in self._records]
         flat = [(pytree.tree_leaves(tree), before) for tree, before in now]
         return any(len(a) != len(b) or any(map(is_not, a, b)) for a, b in flat)
+
+
+def path_name(path: Any) -> str:
+    """An argument, or what lies in it, as Python writes it."""
+    return f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}"
 
 
 def _attributes(record: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.key import Context, GraphKey
+from dit_graph.key import Context, GraphKey, path_name
 
 _ABSENT = ("absent",)
 
@@ -40,15 +40,10 @@ def differences(key: GraphKey, other: GraphKey) -> list[str]:
 
 def _fields(key: GraphKey) -> dict[str, tuple[Any, ...]]:
     """The leaves of a key by path, for example `joint_attention_kwargs['scale']`."""
-    numbered = pytree.tree_unflatten(list(range(len(key.leaves))), key.spec)
     fields: dict[str, tuple[Any, ...]] = {}
-    for path, i in pytree.tree_flatten_with_path(numbered)[0]:
-        fields |= _expanded(_name(path), key.leaves[i])
+    for name, leaf in key.named_leaves():
+        fields |= _expanded(name, leaf)
     return fields
-
-
-def _name(path: Any) -> str:
-    return f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}"
 
 
 def _expanded(name: str, leaf: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
@@ -58,7 +53,7 @@ def _expanded(name: str, leaf: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
     inner = pytree.tree_unflatten(list(range(len(leaf) - 2)), leaf[1])
     found: dict[str, tuple[Any, ...]] = {}
     for path, i in pytree.tree_flatten_with_path(inner)[0]:
-        found |= _expanded(f"{name}.{_name(path)}", leaf[2 + i])
+        found |= _expanded(f"{name}.{path_name(path)}", leaf[2 + i])
     return found
 
 

@@ -59,7 +59,8 @@ def _rows(explanation: "Explanation") -> Iterator[Row]:
     for module in explanation.modules:
         for bucket in module.buckets:
             for number, variant in enumerate(bucket.variants):
-                label = f"{module.name} {bucket.label}"
+                shapes = [part.rpartition(" ")[2] for part in bucket.label.split(", ")]
+                label = f"{module.name} {' '.join(shapes)}"  # names would leave no room
                 if len(label) > _LABEL:
                     label = label[: _LABEL - 1] + "…"
                 yield f"{label}\nvariant {number}", variant
