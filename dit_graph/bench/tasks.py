@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from dit_graph.bench.measure import SETTLING
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES, Size, language_model
-from dit_graph.bench.variants import Call, Front
+from dit_graph.bench.variants import Call, Front, denoiser
 from dit_graph.cli import model
 from dit_graph.cli.bench import BenchOptions
 from dit_graph.cli.errors import UsageError, loading, told
@@ -48,11 +48,6 @@ class Task:
             self.model if isinstance(self.model, torch.nn.Module) else denoiser(self.model)
         )
         return module
-
-
-def denoiser(pipe: Any) -> Any:
-    found = getattr(pipe, "transformer", None)
-    return pipe.unet if found is None else found
 
 
 def tasks(

@@ -50,10 +50,16 @@ def twin(module: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(module, {id(t): t for t in shared})
 
 
+def denoiser(pipe: Any) -> Any:
+    """The module of a pipeline that runs once a step."""
+    found = getattr(pipe, "transformer", None)
+    return pipe.unet if found is None else found
+
+
 def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
     """`model` under a variant; `enable` has the options of dit_graph's.
 
-    A pipeline gets a transformer and a scheduler of its own, a causal LM itself again.
+    A pipeline gets modules and a scheduler of its own, a causal LM itself again.
     """
     if isinstance(model, torch.nn.Module):
         target: Any = twin(model)
@@ -61,9 +67,10 @@ def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
         mode: dict[str, Any] = {"mode": "prefill"}
     else:
         target = copy.copy(model)
-        name = "transformer" if getattr(model, "transformer", None) is not None else "unet"
-        transformer, mode = twin(getattr(model, name)), {}
-        setattr(target, name, transformer)
+        for name, part in model.components.items():
+            if isinstance(part, torch.nn.Module):
+                setattr(target, name, twin(part))
+        transformer, mode = denoiser(target), {}
         target.scheduler = copy.deepcopy(model.scheduler)
     made, began = Front(variant, target), time.perf_counter()
     if variant in GRAPHS:

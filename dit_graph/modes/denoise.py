@@ -22,6 +22,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from dit_graph.config import Sync
 from dit_graph.errors import ConfigError
 from dit_graph.key import tensors_of
+from dit_graph.modes.lookups import Lookups
 from dit_graph.modes.syncs import DeviceTimesteps
 from dit_graph.slot import Slot
 
@@ -84,6 +85,7 @@ class TimestepsSlot(Slot):
     def _remove_syncs(self) -> None:
         """Those that any listener wants removed; a shared scheduler has one loop at a time."""
         wanted = {sync for listener in self._listeners for sync in listener.removes}
+        wanted -= {"lookups"}  # of a pipeline, not of its scheduler
         if self.timesteps is not None and self.timesteps.switches != wanted:
             self.timesteps.remove()
             self.timesteps = None
@@ -122,6 +124,7 @@ class Pictures:
     ) -> None:
         self.watching = False
         self.removes = removes
+        self._lookups = Lookups() if "lookups" in removes else None
         self._target = weakref.ref(target)
         self._begun = begun
         self._number: int | None = None
@@ -132,7 +135,7 @@ class Pictures:
     def __call__(self) -> int | None:
         scheduler = _scheduler_of(self._target())
         if scheduler is not self._scheduler:
-            self.release()
+            self._leave()
             self._scheduler = scheduler
             if scheduler is not None:
                 self._slot = TimestepsSlot.on(scheduler)
@@ -148,7 +151,9 @@ class Pictures:
     def syncs_removed(self) -> dict[str, int]:
         """What was taken out of the loop of this scheduler, and how often."""
         timesteps = None if self._slot is None else self._slot.timesteps
-        return {} if timesteps is None else dict(timesteps.removed)
+        found = {} if timesteps is None else dict(timesteps.removed)
+        walks = 0 if self._lookups is None else self._lookups.cut_short
+        return found | ({"walks over modules for hooks cut short": walks} if walks else {})
 
     def is_of(self, target: Any) -> bool:
         return target is not None and self._target() is target
@@ -156,9 +161,17 @@ class Pictures:
     def begin(self) -> None:
         """A picture begins now; what `handle.new_picture()` calls."""
         self._number = next(self._numbers)
+        if self._lookups is not None and isinstance(pipe := self._target(), DiffusionPipeline):
+            self._lookups.refresh(cast(Any, pipe).components)
         self._begun()
 
     def release(self) -> None:
+        """Give scheduler and components back."""
+        if self._lookups is not None:
+            self._lookups.release()
+        self._leave()
+
+    def _leave(self) -> None:
         if self._slot is not None:
             self._slot.drop(self)
         self._slot = self._scheduler = self._number = None

@@ -26,8 +26,7 @@ from dit_graph.bench.measure import (
 )
 from dit_graph.bench.rows import merged, with_gain
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
-from dit_graph.bench.tasks import denoiser
-from dit_graph.bench.variants import VARIANTS, Front, twin
+from dit_graph.bench.variants import VARIANTS, Front, denoiser, twin
 from dit_graph.cli.bench import main, parse
 from dit_graph.cli.errors import UsageError
 from dit_graph.cli.model import taken_by
