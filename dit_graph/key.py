@@ -70,8 +70,7 @@ class GraphKey:
     def named_leaves(self) -> list[tuple[str, tuple[Any, ...]]]:
         """The leaves by path, for example `joint_attention_kwargs['scale']`."""
         numbered = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
-        paths = pytree.tree_flatten_with_path(numbered)[0]
-        return [(path_name(path), self.leaves[i]) for path, i in paths]
+        return [(name, self.leaves[i]) for name, i in named(numbered)]
 
 
 class Signature:
@@ -157,7 +156,7 @@ class Call:
 
     def leaf_name(self, index: int) -> str:
         """How a message names the leaf, for example `argument joint_attention_kwargs['scale']`."""
-        return f"argument {path_name(pytree.tree_flatten_with_path(self.arguments)[0][index][0])}"
+        return f"argument {named(self.arguments)[index][0]}"
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """`(args, kwargs)` as the caller wrote them, with other tensors in the same places."""
@@ -174,9 +173,21 @@ class Call:
         return any(len(a) != len(b) or any(map(is_not, a, b)) for a, b in flat)
 
 
-def path_name(path: Any) -> str:
-    """An argument, or what lies in it, as Python writes it."""
-    return f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}"
+def named(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The leaves in their order, each with its argument's name and the path in it.
+
+    Where a container does not name what it holds (diffusers' outputs), leaves are numbered.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, value in arguments.items():
+        try:
+            paths = pytree.tree_flatten_with_path(value)[0]
+        except ValueError:
+            leaves = pytree.tree_leaves(value)
+            found += [(f"{name}<{i}>", leaf) for i, leaf in enumerate(leaves)]
+        else:
+            found += [(f"{name}{pytree.keystr(path)}", leaf) for path, leaf in paths]
+    return found
 
 
 def _attributes(record: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.key import Context, GraphKey, path_name
+from dit_graph.key import Context, GraphKey, named
 
 _ABSENT = ("absent",)
 
@@ -52,8 +52,8 @@ def _expanded(name: str, leaf: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
         return {name: leaf}
     inner = pytree.tree_unflatten(list(range(len(leaf) - 2)), leaf[1])
     found: dict[str, tuple[Any, ...]] = {}
-    for path, i in pytree.tree_flatten_with_path(inner)[0]:
-        found |= _expanded(f"{name}.{path_name(path)}", leaf[2 + i])
+    for path, i in named(inner):
+        found |= _expanded(f"{name}.{path}", leaf[2 + i])
     return found
 
 
