@@ -219,7 +219,7 @@ def test_a_capture_without_room_lets_the_others_go_and_tries_again(
         pair(rows(i, 3000))
     assert pair.stats["eager"] == {} and pair.replays == 4
     (large,) = [e for e in pair.handle.installs["Module"].runner.entries.values() if e.tapes]
-    assert large.label == "3000x8"
+    assert large.label == "x 3000x8"
 
 
 def test_a_capture_that_never_fits_is_eager_by_name(
