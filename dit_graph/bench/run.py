@@ -88,8 +88,8 @@ class _Bench:
             if task.left_out:
                 share.notes.append(f"not run: {', '.join(task.left_out)}")
             self._scenario(task, [name for name in names if not why[name]], share)
-            if self.processes.count == 1:  # what is measured stays, should the rest be interrupted
-                _write(self.result([share]), options)
+            if self.processes.count == 1:  # what is measured stays, should the run be killed
+                _write(self.result([share], "the run has not ended"), options)
 
     def result(self, shares: Sequence[_Share], failed: str = "") -> dict[str, Any]:
         """The record of all processes."""

@@ -400,6 +400,8 @@ def test_what_was_measured_before_an_end_stays(
     def measured(*args: Any) -> Any:
         seen.append(args)
         if len(seen) == 2:
+            notes = json.loads((tmp_path / "run.json").read_text())["notes"]
+            assert "failed: the run has not ended" in notes
             raise error("in the second scenario")
         return real(*args)
 
