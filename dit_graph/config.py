@@ -137,7 +137,14 @@ class GraphConfig:
     def against(self, other: "GraphConfig") -> str:
         """The fields in which this config differs, for example `backend='full', not 'debug'`."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
-        return "; ".join(f"{n}={getattr(self, n)!r}, not {getattr(other, n)!r}" for n in names)
+        return "; ".join(f"{n}={self._given(n)!r}, not {other._given(n)!r}" for n in names)
+
+    def _given(self, name: str) -> Any:
+        """A field as people give it."""
+        value = getattr(self, name)
+        if name == "remove_syncs" and value in ((), get_args(Sync)):
+            return bool(value)
+        return value
 
     @property
     def syncs(self) -> tuple[Sync, ...]:

@@ -71,8 +71,8 @@ def notes_of(install: Any) -> Iterator[str]:
 
 def _install(install: Any) -> Iterator[str]:
     runner: Runner | None = install.runner
-    where = runner.pool.device.on if runner else "no device"
-    yield f"{install.name} ({type(install.module).__name__}) on {where}, {install.config.backend}"
+    where = f"on {runner.pool.device.on}" if runner else "not recorded"
+    yield f"{install.name} ({type(install.module).__name__}) {where}, {install.config.backend}"
     for note in notes_of(install):
         yield f"  ! {note}"
     eager = install.eager + (runner.refused if runner else Counter())
@@ -80,7 +80,7 @@ def _install(install: Any) -> Iterator[str]:
         yield f"  eager {count}: {reason}"
     if runner is None:
         return
-    yield f"  graph memory {runner.pool.bytes / 2**20:.1f} MiB"
+    yield f"  graph memory {size(runner.pool.bytes)}"
     for entry in runner.entries.values():
         yield from _entry(entry)
 
@@ -90,7 +90,7 @@ def _entry(entry: Entry) -> Iterator[str]:
     yield (
         f"    cold {entry.cold}, captures {entry.captures} in {entry.capture_seconds:.2f} s,"
         f" replays {entry.replays}, variants {len(entry.tapes)},"
-        f" inputs {entry.static.bytes if entry.static else 0} bytes"
+        f" inputs {size(entry.static.bytes if entry.static else 0)}"
     )
     if entry.made_room:
         yield f"    made room for other recordings {entry.made_room} times"
@@ -110,3 +110,10 @@ def _entry(entry: Entry) -> Iterator[str]:
             yield f"      break{f' x{count}' if count > 1 else ''}: {text}"
         for guard in tape.guards:
             yield f"      guard: {guard.what} is {guard.expected.tolist()}"
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    if count < 2**20:
+        return f"{count} bytes" if count < 2**10 else f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB"

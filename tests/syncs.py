@@ -74,6 +74,25 @@ def test_the_report_and_the_map_say_what_was_removed(machine: Machine) -> None:
         assert handle.explain().syncs_removed is None and "remove_syncs" not in handle.report()
 
 
+def test_the_counts_outlive_a_warm_up_and_disable(machine: Machine) -> None:
+    """A warm-up runs on another scheduler and then gives this one back."""
+    pipe, said = flux_pipeline().to(machine.on), "step given the host's timestep"
+    with dit_graph.enable(pipe, device=machine.device, remove_syncs=True) as handle:
+        draw(pipe)
+        before = handle.pictures.syncs_removed[said]
+        embeds = machine.to(torch.randn(1, 6, 32))
+        more = {"prompt_embeds": embeds, "pooled_prompt_embeds": embeds[:, 0]}
+        handle.warmup(sizes=[(16, 16)], **more)
+        assert handle.pictures.syncs_removed[said] == before
+        draw(pipe)
+        assert handle.pictures.syncs_removed[said] == 2 * before
+        with pytest.raises(dit_graph.ConfigError, match="pairs"):
+            handle.warmup(sizes=(16, 16), **more)
+        with pytest.raises(dit_graph.AlreadyEnabled, match="remove_syncs=True, not False"):
+            dit_graph.enable(pipe, device=machine.device)
+    assert handle.pictures.syncs_removed[said] == 2 * before
+
+
 def test_each_method_gets_the_hosts_timestep(machine: Machine) -> None:
     """And the model the device's; what is no view of the timesteps stays as it is."""
     pipe = dit(machine)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from dit_graph.report import syncs
+from dit_graph.report import size, syncs
 
 if TYPE_CHECKING:
     from dit_graph.explain.facts import (
@@ -35,9 +35,9 @@ def lines(explanation: "Explanation") -> Iterator[str]:
 
 
 def _module(module: "Module") -> Iterator[str]:
-    on = module.device or "no device"
+    on = f"on {module.device}" if module.device else "not recorded"
     memory = size(module.graph_bytes)
-    yield f"{module.name} ({module.class_name}) on {on}, {module.backend}, graph memory {memory}"
+    yield f"{module.name} ({module.class_name}) {on}, {module.backend}, graph memory {memory}"
     yield from (f"  ! {note}" for note in module.notes)
     yield from (f"  eager {count}: {reason}" for reason, count in module.eager.items())
     for bucket in module.buckets:
@@ -123,10 +123,3 @@ def _reads(reads: "tuple[ExternalRead, ...]") -> str:
 
 def _rest(count: int) -> str:
     return f" and {count - _MOST} more" if count > _MOST else ""
-
-
-def size(count: int) -> str:
-    """Bytes in the unit that suits them."""
-    if count < 2**20:
-        return f"{count} bytes" if count < 2**10 else f"{count / 2**10:.1f} KiB"
-    return f"{count / 2**20:.1f} MiB"

@@ -11,6 +11,7 @@ import itertools
 import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -101,9 +102,9 @@ class TimestepsSlot(Slot):
             listener.begin()
         out = self.original(*args, **kwargs)
         if self.timesteps is not None:
-            asks = any(listener.removes and listener.is_of(pipe) for listener in listeners)
-            if asks:
-                self.timesteps.place(_weights_on(pipe))
+            asking = [one for one in listeners if one.removes and one.is_of(pipe)]
+            if asking:
+                self.timesteps.place(_weights_on(pipe), asking[0].removed)
             else:
                 self.timesteps.forget()
         return out
@@ -124,6 +125,7 @@ class Pictures:
     ) -> None:
         self.watching = False
         self.removes = removes
+        self.removed: Counter[str] = Counter()  # of the loop's waits, with every scheduler so far
         self._lookups = Lookups() if "lookups" in removes else None
         self._target = weakref.ref(target)
         self._begun = begun
@@ -149,11 +151,10 @@ class Pictures:
 
     @property
     def syncs_removed(self) -> dict[str, int]:
-        """What was taken out of the loop of this scheduler, and how often."""
-        timesteps = None if self._slot is None else self._slot.timesteps
-        found = {} if timesteps is None else dict(timesteps.removed)
+        """What was taken out of the pictures so far, and how often."""
         walks = 0 if self._lookups is None else self._lookups.cut_short
-        return found | ({"walks over modules for hooks cut short": walks} if walks else {})
+        said = {"walks over modules for hooks cut short": walks} if walks else {}
+        return dict(self.removed) | said
 
     def is_of(self, target: Any) -> bool:
         return target is not None and self._target() is target
@@ -219,6 +220,8 @@ def warm_pipeline(pipe: Any, sizes: Sequence[tuple[int, int]], kwargs: dict[str,
     known = inspect.signature(pipe.__call__).parameters
     if not {"height", "width"} <= known.keys():
         raise ConfigError(f"{type(pipe).__name__} takes no height and width; call it once a size")
+    if not all(isinstance(size, (tuple, list)) and len(size) == 2 for size in sizes):
+        raise ConfigError(f"warmup takes sizes as pairs (height, width), got {sizes!r}")
     fixed = {"num_inference_steps": 2, "output_type": "latent"}
     if taken := sorted({"height", "width", *fixed} & kwargs.keys()):
         raise ConfigError(f"warmup sets {', '.join(taken)} itself")

@@ -7,6 +7,7 @@ something up. Here the model gets views of timesteps that lie on the device once
 scheduler's methods get the host's value of the same timestep, in the same dtype.
 """
 
+from collections import Counter
 from collections.abc import Set
 from typing import Any
 
@@ -40,7 +41,7 @@ class DeviceTimesteps:
         self._device: torch.Tensor | None = None  # the same values
         self._given: torch.Tensor | None = None  # what `set_timesteps` left
         self._version: int | None = None
-        self.removed: dict[str, int] = {}  # what was taken out → how often
+        self.removed: Counter[str] = Counter()  # what was taken out → how often
         self._slots = []
         for name in _METHODS if "step" in switches else ():
             if callable(getattr(scheduler, name, None)):
@@ -48,12 +49,15 @@ class DeviceTimesteps:
         for slot in self._slots:
             slot.install()
 
-    def place(self, on: torch.device) -> None:
+    def place(self, on: torch.device, removed: Counter[str] | None = None) -> None:
         """After `set_timesteps`: have the timesteps on the device `on` and on the host.
+
+        `removed` is where what is taken out of this picture is counted.
 
         Weights that are offloaded, on the CPU or nowhere, take no timesteps with them.
         """
         self.forget()
+        self.removed = self.removed if removed is None else removed
         given = getattr(self._scheduler, "timesteps", None)
         if not isinstance(given, torch.Tensor) or given.dim() != 1 or not given.numel():
             return
@@ -113,7 +117,7 @@ class DeviceTimesteps:
         return out
 
     def _count(self, what: str) -> None:
-        self.removed[what] = self.removed.get(what, 0) + 1
+        self.removed[what] += 1
 
     def remove(self) -> None:
         """Give methods and timesteps back."""

@@ -205,7 +205,7 @@ def test_a_module_without_a_device_is_told(caplog: pytest.LogCaptureFixture) -> 
     with dit_graph.enable(nn.Linear(2, 2)) as handle:
         (module,) = handle.explain().modules
         assert module.device is None and module.buckets == ()
-        assert str(handle.explain()).startswith("Linear (Linear) on no device, breakable")
+        assert str(handle.explain()).startswith("Linear (Linear) not recorded, breakable")
 
 
 @pytest.mark.parametrize("time", [False, True])
