@@ -14,7 +14,7 @@ OnNewShape = Literal["capture", "eager", "error"]
 OnFailure = Literal["eager", "raise"]
 Verify = Literal["first", "always", "off"]
 WhenFaster = Literal["measure", "always"]
-Sync = Literal["timesteps", "step", "lookups"]
+Sync = Literal["timesteps", "step"]
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,11 @@ class GraphConfig:
             global; `arguments` are the call's by parameter name. Called at every call.
         breaks: `fnmatch` patterns of what stays eager: submodule paths, for example `("*.attn",)`,
             or torch functions by name, for example `("scaled_dot_product_attention",)`.
-        remove_syncs: True, or some of `("timesteps", "step", "lookups")`: what makes host and
-            device wait for each other is taken out, from outside, until `disable`. `"timesteps"`:
-            the scheduler's timesteps lie on the device from `set_timesteps` on, so that none is
-            uploaded in a step. `"step"`: its `step` and `scale_model_input` get their timestep on
-            the host. `"lookups"`: a component without diffusers' hooks is not asked for them module
-            by module when the pipeline wants its device. Pictures stay the same; a step callback
-            gets its timestep on the device.
+        remove_syncs: True, or some of `("timesteps", "step")`: what makes a loop wait for
+            the device is taken out, from outside, until `disable`. `"timesteps"`: the scheduler's
+            timesteps lie on the device from `set_timesteps` on, so that none is uploaded in a step.
+            `"step"`: its `step` and `scale_model_input` get their timestep on the host. Pictures
+            stay the same; a step callback gets its timestep on the device.
         max_variants: recordings that one signature may hold, each for other host values; the least
             recently used one makes room.
         max_graphs: recordings that stay alive in all; the least recently used half retires.

@@ -48,7 +48,11 @@ class Handle:
 
         A pipeline says so itself through its scheduler. A bare module is compared at every call
         until this is called for the first time.
+
+        Raises:
+            NotEnabled: after `disable`, or when the target is gone.
         """
+        self._alive()
         self.pictures.begin()
 
     def warmup(
@@ -69,6 +73,7 @@ class Handle:
 
         Raises:
             ConfigError: neither or both of sizes and inputs, or a pipeline without sizes.
+            NotEnabled: after `disable`, or when the target is gone.
         """
         target = self._alive()
         if self.config.mode == "prefill":
@@ -153,6 +158,8 @@ class Handle:
 
     def _alive(self) -> Any:
         target = self._target()
+        if self._disabled:
+            raise NotEnabled("this handle was disabled; call enable again")
         if target is None:
             raise NotEnabled("the pipeline of this handle is gone")
         return target

@@ -52,14 +52,17 @@ def twin(module: torch.nn.Module) -> torch.nn.Module:
 
 def denoiser(pipe: Any) -> Any:
     """The module of a pipeline that runs once a step."""
-    found = getattr(pipe, "transformer", None)
-    return pipe.unet if found is None else found
+    return getattr(pipe, _denoiser_name(pipe))
+
+
+def _denoiser_name(pipe: Any) -> str:
+    return "unet" if getattr(pipe, "transformer", None) is None else "transformer"
 
 
 def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
     """`model` under a variant; `enable` has the options of dit_graph's.
 
-    A pipeline gets modules and a scheduler of its own, a causal LM itself again.
+    A pipeline gets a transformer and a scheduler of its own, a causal LM itself again.
     """
     if isinstance(model, torch.nn.Module):
         target: Any = twin(model)
@@ -67,10 +70,8 @@ def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
         mode: dict[str, Any] = {"mode": "prefill"}
     else:
         target = copy.copy(model)
-        for name, part in model.components.items():
-            if isinstance(part, torch.nn.Module):
-                setattr(target, name, twin(part))
-        transformer, mode = denoiser(target), {}
+        transformer, mode = twin(denoiser(model)), {}
+        setattr(target, _denoiser_name(model), transformer)
         target.scheduler = copy.deepcopy(model.scheduler)
     made, began = Front(variant, target), time.perf_counter()
     if variant in GRAPHS:

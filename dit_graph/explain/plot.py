@@ -1,5 +1,6 @@
 """An explanation as a picture: segments to scale, breaks between them, one row a variant."""
 
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ COLOURS = {
     "whole call": "#9d9d9d",
 }
 _LABEL = 48
-"""Characters of a row's label."""
+"""Characters of a line of a row's label."""
 
 Row = tuple[str, "Variant"]
 
@@ -37,7 +38,8 @@ def figure(explanation: "Explanation") -> "Figure":
     if not parts:
         raise ConfigError("nothing is recorded, so there is nothing to plot; call it first")
     heights = [len(part) + 1.5 for part, _ in parts]
-    made.set_size_inches(12, 1 + 0.45 * sum(heights))
+    lines = max(label.count("\n") + 1 for label, _ in rows)
+    made.set_size_inches(12, 1 + max(0.45, 0.16 * lines) * sum(heights))
     grid = made.subplots(len(parts), squeeze=False, height_ratios=heights)
     for axes, (part, unit) in zip(grid[:, 0], parts):
         _draw(axes, part, unit)
@@ -59,10 +61,7 @@ def _rows(explanation: "Explanation") -> Iterator[Row]:
     for module in explanation.modules:
         for bucket in module.buckets:
             for number, variant in enumerate(bucket.variants):
-                shapes = [part.rpartition(" ")[2] for part in bucket.label.split(", ")]
-                label = f"{module.name} {' '.join(shapes)}"  # names would leave no room
-                if len(label) > _LABEL:
-                    label = label[: _LABEL - 1] + "…"
+                label = textwrap.fill(f"{module.name} {bucket.label}", _LABEL)
                 yield f"{label}\nvariant {number}", variant
 
 

@@ -23,7 +23,6 @@ from diffusers import DiffusionPipeline, ModelMixin
 from dit_graph.config import Sync
 from dit_graph.errors import ConfigError
 from dit_graph.key import tensors_of
-from dit_graph.modes.lookups import Lookups
 from dit_graph.modes.syncs import DeviceTimesteps
 from dit_graph.slot import Slot
 
@@ -86,7 +85,6 @@ class TimestepsSlot(Slot):
     def _remove_syncs(self) -> None:
         """Those that any listener wants removed; a shared scheduler has one loop at a time."""
         wanted = {sync for listener in self._listeners for sync in listener.removes}
-        wanted -= {"lookups"}  # of a pipeline, not of its scheduler
         if self.timesteps is not None and self.timesteps.switches != wanted:
             self.timesteps.remove()
             self.timesteps = None
@@ -126,7 +124,6 @@ class Pictures:
         self.watching = False
         self.removes = removes
         self.removed: Counter[str] = Counter()  # of the loop's waits, with every scheduler so far
-        self._lookups = Lookups() if "lookups" in removes else None
         self._target = weakref.ref(target)
         self._begun = begun
         self._number: int | None = None
@@ -137,7 +134,7 @@ class Pictures:
     def __call__(self) -> int | None:
         scheduler = _scheduler_of(self._target())
         if scheduler is not self._scheduler:
-            self._leave()
+            self.release()
             self._scheduler = scheduler
             if scheduler is not None:
                 self._slot = TimestepsSlot.on(scheduler)
@@ -152,9 +149,7 @@ class Pictures:
     @property
     def syncs_removed(self) -> dict[str, int]:
         """What was taken out of the pictures so far, and how often."""
-        walks = 0 if self._lookups is None else self._lookups.cut_short
-        said = {"walks over modules for hooks cut short": walks} if walks else {}
-        return dict(self.removed) | said
+        return dict(self.removed)
 
     def is_of(self, target: Any) -> bool:
         return target is not None and self._target() is target
@@ -162,17 +157,9 @@ class Pictures:
     def begin(self) -> None:
         """A picture begins now; what `handle.new_picture()` calls."""
         self._number = next(self._numbers)
-        if self._lookups is not None and isinstance(pipe := self._target(), DiffusionPipeline):
-            self._lookups.refresh(cast(Any, pipe).components)
         self._begun()
 
     def release(self) -> None:
-        """Give scheduler and components back."""
-        if self._lookups is not None:
-            self._lookups.release()
-        self._leave()
-
-    def _leave(self) -> None:
         if self._slot is not None:
             self._slot.drop(self)
         self._slot = self._scheduler = self._number = None

@@ -431,6 +431,9 @@ def test_the_picture_has_one_row_a_variant(machine: Machine, tmp_path: Path) -> 
     (axes,) = plot.figure(explanation).axes
     variants = variants_of(explanation)
     assert [label.get_text()[-9:] for label in axes.get_yticklabels()] == ["variant 0", "variant 1"]
+    labels = [" ".join(label.get_text().split()) for label in axes.get_yticklabels()]
+    shown = [bucket.label for bucket in explanation.modules[0].buckets]
+    assert all(label in text for label, text in zip(shown, labels)), "all of it, over some lines"
     assert len(axes.patches) == sum(len(variant.steps) for variant in variants)
     assert axes.get_xlabel() == "operations (breaks are not to scale)"
     widths = [bar.get_width() for bar in axes.patches]

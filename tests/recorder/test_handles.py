@@ -216,3 +216,15 @@ def test_a_module_that_is_compiled_as_a_whole(first: str) -> None:
     assert "  ! compiled as a whole: its compiled code runs, not the recordings" in handle.report()
     dit_graph.disable(module)
     assert torch.equal(module(rows(5)), expected(rows(5)))
+
+
+def test_a_disabled_handle_says_so() -> None:
+    """And puts nothing back in."""
+    pipe = flux_pipeline()
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    draw(pipe)
+    handle.disable()
+    for again in (handle.new_picture, lambda: handle.warmup(sizes=[(16, 16)])):
+        with pytest.raises(dit_graph.NotEnabled, match="was disabled; call enable again"):
+            again()
+    assert plain(pipe)
