@@ -1,6 +1,7 @@
 """`python -m dit_graph.bench` with the embedded model on the recorder."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.launchers import ROOT, TORCHRUN, launch
 from tests.pair import Machine
 from tests.syncs import dit
 
+FROM_HERE = os.environ | {"PYTHONPATH": str(ROOT)}
 QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]
 HERE = [*QUICK, "--set-up", "here"]
 
@@ -444,7 +446,7 @@ def test_records_are_put_together(tmp_path: Path) -> None:
     for given, name in ((("0.json", "1.json"), "both"), (("both.json",), "again")):
         files = [str(tmp_path / file) for file in given]
         command = [sys.executable, "benchmarks/pictures.py", *files, "--output", tmp_path / name]
-        subprocess.run(command, check=True, cwd=ROOT)
+        subprocess.run(command, check=True, cwd=ROOT, env=FROM_HERE)
     assert (tmp_path / "both.json").read_text() == (tmp_path / "again.json").read_text()
     text = (tmp_path / "both.md").read_text()
     assert "| m 64x64 | 64 | 2 | - | breakable | 2.00x | 2 |" in text and "**n 96x64**" in text
@@ -452,7 +454,7 @@ def test_records_are_put_together(tmp_path: Path) -> None:
     for wrong, says in (("none.json", "is no record"), ("0.json", "no folder")):
         command = [sys.executable, "benchmarks/pictures.py", str(tmp_path / wrong), "--output"]
         command.append(str(tmp_path / "nowhere" / "x"))
-        done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, env=FROM_HERE, capture_output=True, text=True)
         assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
