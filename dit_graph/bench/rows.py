@@ -55,7 +55,7 @@ def row(
         "first_s": round(first, 3),
         "mem_GB": None if set_up is None else set_up["mem_GB"],
         "allocated_GB": None if times.peak is None else round(times.peak / 1e9, 2),
-        "graph_MiB": _graph_memory(made),
+        "graph_MiB": _graph_memory(made, times),
         "equal": apart.equal,
         "difference": apart.most,
         "images": task.images,
@@ -66,9 +66,9 @@ def row(
     }
 
 
-def _graph_memory(made: Front) -> float | None:
-    """MiB that the recordings hold on the device; None without recordings."""
-    if made.handle is None:
+def _graph_memory(made: Front, times: Times) -> float | None:
+    """MiB that the recordings hold on the device; None without recordings, or without a device."""
+    if made.handle is None or not times.device:
         return None
     runners = [install.runner for install in made.handle.installs.values()]
     pools = {id(runner.pool): runner.pool.bytes for runner in runners if runner is not None}

@@ -60,6 +60,7 @@ def test_a_run_measures_and_says_what_it_could_not(
     assert all(row["equal"] and row["difference"] == 0 for row in rows)
     assert all(row["stats"]["replays"] >= 4 for row in rows if row["mode"] != "eager")
     assert all(row["time_s"] > 0 and row["gpu_busy"] is None for row in rows)
+    assert all(row["graph_MiB"] is None for row in rows), "the recorder's bytes are no device's"
     assert any("no CUDA device" in note for note in result["notes"])
     assert "not measured: reduce-overhead needs a CUDA device" in result["notes"]
     assert result["machine"]["torch"] == torch.__version__ and result["machine"]["cpu"]
