@@ -6,7 +6,7 @@
 #     [IMAGES=4] benchmarks/pictures.sh FOLDER [MODEL...]
 #
 # Needs a CUDA device with about 90 GB of free memory (qwen-image); one process a record.
-set -uo pipefail
+set -u
 out=${1:?give a folder for the records}
 shift
 mkdir -p "$out"
@@ -15,7 +15,7 @@ record() { # NAME MODEL OPTION...
   local name=$1 model=$2
   shift 2
   python3 -m dit_graph.bench --model "$model" --remove-syncs --set-up here --images "${IMAGES:-4}" "$@" \
-    --output "$out/pictures-$name" | tail -n 1 > /dev/null || echo "$name failed" >&2
+    --output "$out/pictures-$name" > /dev/null || echo "$name failed" >&2
 }
 
 for model in ${@:-dit-xl-2 pixart-sigma sana-1.6b sd3.5-medium wan-1.3b z-image flux-dev qwen-image}; do

@@ -79,8 +79,9 @@ def test_the_counts_outlive_a_warm_up_and_disable(machine: Machine) -> None:
         assert handle.pictures.syncs_removed[said] == before
         draw(pipe)
         assert handle.pictures.syncs_removed[said] == 2 * before
-        with pytest.raises(dit_graph.ConfigError, match="pairs"):
-            handle.warmup(sizes=(16, 16), **more)
+        for wrong in ((16, 16), [(16,)]):
+            with pytest.raises(dit_graph.ConfigError, match="pairs"):
+                handle.warmup(sizes=wrong, **more)
         with pytest.raises(dit_graph.AlreadyEnabled, match="remove_syncs=True, not False"):
             dit_graph.enable(pipe, device=machine.device)
     assert handle.pictures.syncs_removed[said] == 2 * before

@@ -111,49 +111,59 @@ def measured(
         meet: called before every call, as often in every process: those of all begin together. It
             gives what each of them came with.
     """
-    times = {front.variant: Times(front.seconds) for front in fronts}
-    outs: dict[str, list[Any]] = {}  # the last two: two calls in a row draw different things
-    failed: dict[str, str] = {}
-
-    def run(front: Front) -> tuple[float, float | None] | None:
-        if front.variant in failed:
-            return None
-        try:
-            front.before_call()
-            out, wall, device = clock(lambda: call(front))
-            out = pytree.tree_map(torch.clone, out)  # a compiled model's next call overwrites it
-            outs[front.variant] = [*outs.get(front.variant, [])[-1:], out]
-            if clock.cuda:
-                mine = times[front.variant]
-                mine.peak = max(mine.peak or 0, torch.cuda.max_memory_allocated(clock.on))
-        except Exception as error:  # a compiler may fail on a model; the others go on
-            text = " ".join(str(error).split())[:300]
-            failed[front.variant] = f"failed: {type(error).__name__}: {text}"
-            return None
-        return wall, device
-
+    runs = _Runs(call, clock, {front.variant: Times(front.seconds) for front in fronts})
     for front in fronts:
         for _ in range(warm):
             meet(None)
-            taken = run(front)
-            if taken is not None:
-                times[front.variant].warm.append(taken[0])
-    del times[fronts[0].variant].warm[:1]  # what it set up on the device serves all
+            if (taken := runs(front)) is not None:
+                runs.times[front.variant].warm.append(taken[0])
+    del runs.times[fronts[0].variant].warm[:1]  # what it set up on the device serves all
     for turn in range(rounds):
         for front in fronts if turn % 2 == 0 else fronts[::-1]:
             meet(None)
-            if (taken := run(front)) is not None:
-                times[front.variant].wall.append(taken[0])
-                times[front.variant].device += [] if taken[1] is None else [taken[1]]
+            if (taken := runs(front)) is not None:
+                runs.times[front.variant].wall.append(taken[0])
+                runs.times[front.variant].device += [] if taken[1] is None else [taken[1]]
+    failed: dict[str, str] = runs.failed
     for others in meet(failed):
         failed = others | failed
-    for name in failed:
-        times.pop(name, None)
     if fronts[0].variant in failed:
         return Measured({}, {}, failed, False)
-    expected = outs[fronts[0].variant]
-    apart = {name: difference(outs[name], expected) for name in times}
+    times = {name: taken for name, taken in runs.times.items() if name not in failed}
+    expected = runs.outs[fronts[0].variant]
+    apart = {name: difference(runs.outs[name], expected) for name in times}
     return Measured(times, apart, failed, finite(expected))
+
+
+@dataclass
+class _Runs:
+    """The calls of one scenario's variants in this process; one that failed is not called again."""
+
+    call: Call
+    clock: Clock
+    times: dict[str, Times]
+    outs: dict[str, list[Any]] = field(default_factory=dict)
+    """The last two results of each: two calls in a row draw different things."""
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, front: Front) -> tuple[float, float | None] | None:
+        """Seconds of one call on the wall clock and on the device's."""
+        name = front.variant
+        if name in self.failed:
+            return None
+        try:
+            front.before_call()
+            out, wall, device = self.clock(lambda: self.call(front))
+            if self.clock.cuda:
+                peak = torch.cuda.max_memory_allocated(self.clock.on)
+                self.times[name].peak = max(self.times[name].peak or 0, peak)
+            out = pytree.tree_map(torch.clone, out)  # a compiled model's next call overwrites it
+            self.outs[name] = [*self.outs.get(name, [])[-1:], out]
+        except Exception as error:  # a compiler may fail on a model; the others go on
+            text = " ".join(str(error).split())[:300]
+            self.failed[name] = f"failed: {type(error).__name__}: {text}"
+            return None
+        return wall, device
 
 
 def difference(out: Any, expected: Any) -> Apart:

@@ -22,12 +22,12 @@ def row(
 
     Args:
         apart: from eager's result.
+        set_up: what a fresh process found; without it this one's first calls count.
 
     A step's milliseconds are a call's over its steps, all else that it does included, and their
     percentiles are those of calls. `mem_GB` is what torch reserved in a fresh process,
     `allocated_GB` the most that it had allocated in this one while the variant ran, with the
     weights that all share.
-        set_up: what a fresh process found; without it this one's first calls count.
     """
     wall, steps = percentile(times.wall, 0.5), task.steps
     first, later = first_and_later(times.made, times.warm, wall)

@@ -81,7 +81,7 @@ class _Bench:
         names = eager_first(options.compare)
         why = {n: impossible(n, options.device, options.what, options.enable) for n in names}
         share.notes += [f"not measured: {reason}" for reason in why.values() if reason]
-        share.notes += _told_of(options, [name for name in names if not why[name]])
+        share.notes += _notes(options, [name for name in names if not why[name]])
         shared = self.processes.rank, self.processes.count
         scenarios = tasks(options, self.clock.on, shared)
         while (task := together(lambda: next(scenarios, None))) is not None:
@@ -95,7 +95,7 @@ class _Bench:
         """The record of all processes."""
         notes = list(dict.fromkeys(note for share in shares for note in share.notes))
         return {
-            "machine": self._machine, "options": _told(self.options),
+            "machine": self._machine, "options": _choices(self.options),
             "notes": [*notes, f"failed: {failed}"] if failed else notes,
             "rows": merged([share.rows for share in shares if share.rows]),
         }  # fmt: skip
@@ -175,7 +175,7 @@ class _Bench:
         return [made for made in fronts if made.variant not in failed], failed
 
 
-def _told_of(options: BenchOptions, names: Sequence[str]) -> list[str]:
+def _notes(options: BenchOptions, names: Sequence[str]) -> list[str]:
     """What a reader of the table must know of how it came about."""
     notes = []
     if options.set_up == "here":
@@ -185,7 +185,7 @@ def _told_of(options: BenchOptions, names: Sequence[str]) -> list[str]:
     return notes
 
 
-def _told(options: BenchOptions) -> dict[str, Any]:
+def _choices(options: BenchOptions) -> dict[str, Any]:
     """The choices that decide the numbers."""
     return {
         "what": options.what, "model": options.model or "embedded", "images": options.images,

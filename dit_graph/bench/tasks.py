@@ -119,11 +119,11 @@ def _picture(
     taken = model.taken_by(type(pipe))
     with _made_on(on, options.dtype):
         fixed = shape.call(batch) if shape is not None else {}
-    fixed |= model.more(type(pipe), options)
     fixed |= {"num_inference_steps": options.steps, "output_type": output}
     if size is not None:
         fixed |= {"height": size[0], "width": size[1]}
     fixed = {name: value for name, value in fixed.items() if name in taken}
+    fixed |= model.more(type(pipe), options)  # which knows what a call with **kwargs takes
     if options.latent and "output_type" not in taken:
         raise UsageError(f"--latent: {type(pipe).__name__} takes no output_type")
     prompted = shape is None and "prompt" in taken

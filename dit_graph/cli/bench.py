@@ -89,13 +89,9 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         help=f"a folder, a hub id, or random weights of a real size: {names}")  # fmt: skip
     add("--what", choices=WHATS, default="picture",
         help="a picture, one denoising step, or an LLM's prefill (default picture)")  # fmt: skip
-    add(
-        "--sizes",
-        type=_sizes,
-        default=(),
-        metavar="N|WxH[,..]",
-        help="pixels (default two of a named shape's, 64 of the embedded model's, else its own)",
-    )
+    add("--sizes", type=_sizes, default=(), metavar="N|WxH[,..]",
+        help="pixels (default two of a named shape's, 64 of the embedded model's, else its own)"
+    )  # fmt: skip
     add("--tokens", type=_wholes, metavar="N[,N]",
         help="prompt lengths of prefill (default 16 to 2048)")  # fmt: skip
     add("--batch", type=_wholes, default=(1,), metavar="N[,N]",
