@@ -4,27 +4,17 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from dit_graph import generate
-from tests.launchers import ACCELERATE, TORCHRUN, launch
+from tests.launchers import ACCELERATE, TORCHRUN, contents, launch
 from tests.ranks import FAILS_AT
 
 PROMPTS = ["a fox", "a cat", "a dog", "birthday cake", FAILS_AT]
 OPTIONS = ["--steps", "3", "--guidance-scale", "2", "--device", "recorder", "--seed", "7"]
 OPTIONS += ["--size", "64x64", "--size", "96x64", "--report", "json"]
-
-
-def contents(folder: Path) -> dict[str, Any]:
-    """Each picture's pixels and settings by its name; all files must be pictures."""
-    found = {}
-    for path in folder.iterdir():
-        with Image.open(path) as image:
-            found[path.name] = image.tobytes(), image.text  # type: ignore[attr-defined]
-    return found
 
 
 @pytest.fixture(scope="module")
