@@ -12,9 +12,10 @@ import torch
 import dit_graph
 
 EAGER = "eager"
-GRAPHS = ("full", "breakable")
-COMPILED = ("reduce-overhead", "regional", "max-autotune")
-VARIANTS = (EAGER, *GRAPHS, *COMPILED)
+GRAPHS = {"full": "full", "breakable": "breakable", "regional+breakable": "breakable"}
+"""dit_graph's variants and their backends; the last records compiled blocks."""
+COMPILED = ("reduce-overhead", "regional", "max-autotune", "regional+breakable")
+VARIANTS = tuple(dict.fromkeys((EAGER, *GRAPHS, *COMPILED)))
 
 
 @dataclass
@@ -74,25 +75,43 @@ def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
         setattr(target, _denoiser_name(model), transformer)
         target.scheduler = copy.deepcopy(model.scheduler)
     made, began = Front(variant, target), time.perf_counter()
-    if variant in GRAPHS:
-        made.handle = dit_graph.enable(target, backend=variant, **mode, **enable)
-    elif variant == "regional":
-        transformer.compile_repeated_blocks(fullgraph=True)
+    if variant.startswith("regional"):
+        compile_blocks(transformer)
     elif variant in COMPILED:
         transformer.compile(mode=variant)
+    if variant in GRAPHS:
+        made.handle = dit_graph.enable(target, backend=GRAPHS[variant], **mode, **enable)
     made.seconds = time.perf_counter() - began
     return made
+
+
+def compile_blocks(module: Any) -> None:
+    """Compile each repeated block of a diffusers model, as its `compile_repeated_blocks` does.
+
+    Where its class does not name them, they are the modules of one class in a list of its own.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if getattr(module, "_repeated_blocks", None):
+        module.compile_repeated_blocks(fullgraph=True)
+        return
+    lists = [list(child) for child in module.children() if isinstance(child, torch.nn.ModuleList)]
+    alike = [blocks for blocks in lists if len(blocks) > 1 and len(set(map(type, blocks))) == 1]
+    if not alike:
+        raise ValueError(f"{type(module).__name__} has no repeated blocks to compile")
+    for block in itertools.chain(*alike):
+        block.compile(fullgraph=True)
 
 
 def impossible(variant: str, device: str, what: str, options: dict[str, Any]) -> str:
     """Why a variant cannot be measured on cuda, cpu or recorder, or an empty string."""
     if variant in GRAPHS and device == "cpu":
         return f"{variant}: nothing is recorded on a CPU, but by --device recorder"
-    on_cuda = device == "cuda"
-    if variant in COMPILED and not on_cuda:
+    if variant in COMPILED and device != "cuda":
         return f"{variant} needs a CUDA device"
-    if variant == "regional" and what == "prefill":
-        return "regional compiles the blocks of a diffusers model"
+    if variant.startswith("regional") and what == "prefill":
+        return f"{variant} compiles the blocks of a diffusers model"
     if options.get("remove_syncs") and what == "prefill":
         return "--remove-syncs is about a denoising loop"
     return ""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dit_graph.cli.bench import main
+from dit_graph.replay import TIMED
 
 QUICK = ["--images", "2", "--steps", "8", "--set-up", "here"]
 
@@ -31,9 +32,22 @@ def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compiled_variants_are_measured_too(capsys: pytest.CaptureFixture[str]) -> None:
-    found = rows(capsys, "--what", "step", "--compare", "regional,reduce-overhead")
-    assert [row["mode"] for row in found] == ["eager", "regional", "reduce-overhead"]
+    asked = ["regional", "reduce-overhead", "regional+breakable"]
+    found = rows(capsys, "--what", "step", "--compare", ",".join(asked))
+    assert [row["mode"] for row in found] == ["eager", *asked]
     assert all(row["difference"] is not None and row["difference"] < 0.2 for row in found)
+    assert found[3]["stats"]["replays"] > 0 and found[3]["graph_MiB"] > 0
+    assert found[3]["difference"] == found[1]["difference"], "the compiled blocks' own numbers"
+
+
+def test_compiled_blocks_of_a_class_that_does_not_name_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ["--model", "dit-xl-2", "--sizes", "256", "--compare", "regional,regional+breakable"]
+    _, blocks, graphs = rows(capsys, *more)
+    assert graphs["stats"]["replays"] > 0 and graphs["stats"]["eager"].keys() <= {TIMED}
+    assert graphs["difference"] == blocks["difference"] > 0
+    assert graphs["launches_per_step"] < blocks["launches_per_step"] / 2
 
 
 def test_a_named_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from dit_graph.bench.measure import (
 from dit_graph.bench.rows import merged, with_gain
 from dit_graph.bench.rows import row as made_row
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
-from dit_graph.bench.variants import VARIANTS, Front, denoiser, twin
+from dit_graph.bench.variants import VARIANTS, Front, compile_blocks, denoiser, impossible, twin
 from dit_graph.cli.bench import main, parse
 from dit_graph.cli.errors import UsageError
 from dit_graph.cli.model import taken_by
@@ -230,6 +230,27 @@ def test_a_twin_shares_weights_and_no_module() -> None:
     pairs = zip(module.parameters(), other.parameters(), strict=True)
     assert all(a is b for a, b in pairs)
     assert not set(map(id, module.modules())) & set(map(id, other.modules()))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_repeated_blocks_are_found(name: str) -> None:
+    """In diffusers' classes that name them and in those that do not; no block is left out."""
+    with torch.device("meta"):
+        module = denoiser(SHAPES[name].pipeline((256, 256)))
+    compile_blocks(module)
+    compiled = [m for m in module.modules() if m._compiled_call_impl is not None]
+    inside = sum(p.numel() for m in compiled for p in m.parameters())
+    assert inside > 0.9 * sum(p.numel() for p in module.parameters())
+    assert len(compiled) >= 20 and module not in compiled
+    with pytest.raises(ValueError, match="Linear has no repeated blocks"):
+        compile_blocks(torch.nn.Linear(2, 2))
+
+
+def test_compiled_variants_need_a_device() -> None:
+    for variant in ("regional", "regional+breakable"):
+        assert impossible(variant, "recorder", "picture", {}) == f"{variant} needs a CUDA device"
+        assert impossible(variant, "cuda", "prefill", {}).startswith(f"{variant} compiles")
+        assert impossible(variant, "cuda", "picture", {}) == ""
 
 
 def row(**more: Any) -> dict[str, Any]:
