@@ -82,9 +82,9 @@ class Capture:
         """Watch everything that runs inside; on an error the open segment is thrown away."""
         if breaks.capturing():
             raise CaptureError("a capture is already running on this thread")
-        with undisturbed():  # until the last segment is closed
+        with undisturbed() as autocast_cache:  # until the last segment is closed
             breaks.local.capture = self
-            self.watch = Watch(self)
+            self.watch = Watch(self, autocast_cache)
             try:
                 with self.watch:
                     yield

@@ -100,9 +100,21 @@ def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:
                 known.mark(t, Kind.BREAK)
         return out
     constants = [t for t in tensors_of((args, kwargs)) if known.is_constant(t)]
+    if any(t.is_inference() for t in constants):
+        raise CaptureError(
+            f"compiled code is given a constant under torch.inference_mode at {source_line()},"
+            " where a write into it cannot be seen; use torch.no_grad()"
+        )
     versions = [t._version for t in constants]
     with capture.watch.aside():
-        out = capture.in_segment(fn, args, kwargs)
+        try:
+            out = capture.in_segment(fn, args, kwargs)
+        except Exception:
+            if capture.refused is not None:
+                hint = " (compiled again for staged arguments; use torch.no_grad())"
+                again = hint if torch.is_inference_mode_enabled() else ""
+                capture.refused = f"compiled code{again}", capture.refused[1]
+            raise
     if [t._version for t in constants] != versions:
         raise CaptureError(f"compiled code writes into a constant at {source_line()}")
     capture.random_unseen = True

@@ -170,11 +170,12 @@ class Recording:
     ) -> Any:
         """The eager answer, once a capture is undone. An operation that works there and that no
         segment takes is a break in the next capture."""
-        reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {error!r}"
+        what = f"{type(error).__name__}({str(error).partition(chr(10))[0]!r})"
+        reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {what}"
         refused, where = capture.refused or (None, "")
         if refused is not None:
             reason += f" in {refused} at {where}"
-        learns = refused is not None and capture.breakable
+        learns = callable(refused) and refused not in self._on.stays_out and capture.breakable
         self._on.talks |= isinstance(error, Collective)
         if isinstance(error, Conflict):  # these arguments; others may do
             entry.unsettled(reason)

@@ -185,8 +185,9 @@ def _make(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 class Watch:
     """Both modes, entered together, and a way to step aside for code that must not see them."""
 
-    def __init__(self, capture: "Capture") -> None:
+    def __init__(self, capture: "Capture", autocast_cache: bool) -> None:
         self.off = False
+        self._autocast_cache = autocast_cache  # as the caller has it
         self._calls = CallWatch(capture)
         self._ops = OpWatch(capture)
 
@@ -200,30 +201,39 @@ class Watch:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Take both modes off: dynamo gives up a function that it first meets under one."""
+        """Take both modes off: dynamo gives up a function that it first meets under one.
+
+        The autocast cache is the caller's: dynamo compares it, and would compile the function again
+        in the midst of a capture. Casts that it keeps stay inside.
+        """
         if _get_current_dispatch_mode() is not self._ops:
             raise CaptureError("a torch dispatch mode of the model's own is active around a break")
         self.__exit__(None, None, None)
         self.off = True
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._autocast_cache)
         try:
             yield
         finally:
+            torch.set_autocast_cache_enabled(False)
+            torch.clear_autocast_cache()
             self.off = False
             self.__enter__()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[bool]:
     """Hold garbage collection and the autocast cache off, and leave both as they were.
 
-    A collection could free device memory inside a capture, a cached cast would outlive it.
+    A collection could free device memory inside a capture, a cached cast would outlive it. Gives
+    whether the cache was on.
     """
     gc.collect(1)
     collecting, cache = gc.isenabled(), torch.is_autocast_cache_enabled()
     gc.disable()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        yield cache
     finally:
         torch.set_autocast_cache_enabled(cache)
         if collecting:

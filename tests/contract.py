@@ -159,6 +159,15 @@ def test_n1_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> Non
     assert not scalar_attribute(machine)[0]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x).sin()
+
+
 def compiled_block(machine: Machine, order: str) -> tuple[bool, int, int]:
     runs = []
 
@@ -168,14 +177,6 @@ def compiled_block(machine: Machine, order: str) -> tuple[bool, int, int]:
             return [out * 1.5 for out in graph.forward(*args)]  # other numbers than eager's
 
         return compiled
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8).requires_grad_(False)
-
-        def forward(self, x: Any) -> Any:
-            return self.linear(x).sin()
 
     torch.compiler.reset()
     module = Module(lambda m, x: m.blocks[1](m.blocks[0](x)) + 1)
@@ -212,6 +213,111 @@ def test_n2_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> Non
         assert compiled_block(machine, "compile first") != (True, 3, 2)
     except RuntimeError as error:  # dynamo met the block under a dispatch mode and gave it up
         assert "fullgraph=True" in str(error)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "autocast", "autocast without a cache"])
+@pytest.mark.parametrize("name", ["flux", "dit"])
+def test_n2_nothing_is_compiled_in_a_recording(machine: Machine, name: str, mode: str) -> None:
+    """Dynamo's guards hold there; a compiler that times kernels cannot do so in a capture."""
+    built = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        built.append(dit_graph.breaks.capturing())
+        return graph.forward
+
+    def context() -> Any:
+        cache = mode != "autocast without a cache"
+        kind = torch.device(machine.on).type
+        return torch.autocast(kind, torch.bfloat16, enabled=mode != "no_grad", cache_enabled=cache)
+
+    torch.compiler.reset()
+    pair = machine.pair(FAMILIES[name].build().requires_grad_(True), verify="first", gate="always")
+    for block in pair.graphed.transformer_blocks:
+        block.compile(fullgraph=True, backend=backend)
+    with torch.no_grad(), context():
+        for i in range(5):
+            pair(**machine.to(FAMILIES[name].inputs(i, 8)))
+    torch.compiler.reset()
+    assert built and not any(built)
+    assert pair.replays == 3 and pair.stats["eager"] == {}
+
+
+def test_n2_casts_of_compiled_code_do_not_outlive_a_recording(machine: Machine) -> None:
+    """The next cast in the caller's own autocast finds none that a replay writes over."""
+    kind = torch.device(machine.on).type
+    torch.compiler.reset()
+    module = Module(lambda m, x: m.block(x).float() + 1)
+    module.block = Block()
+    weight = module.to(machine.on).block.linear.weight.requires_grad_(True)  # or no cast is kept
+    module.block.compile(backend="eager", fullgraph=True)
+    x = rows(0).to(machine.on)
+    with torch.no_grad(), torch.autocast(kind, torch.bfloat16):
+        handle = dit_graph.enable(module, device=machine.device, **PLAIN)
+        for _ in range(2):
+            module(x)
+        weight.add_(1)
+        got, expected = torch.nn.functional.linear(x, weight), x @ weight.T  # a view is not kept
+        assert torch.allclose(got, expected, rtol=0.05, atol=0.05), "cast anew"
+        module(x)
+    torch.compiler.reset()
+    assert handle.stats()["replays"] == 1
+
+
+def test_n2_compiled_code_that_cannot_be_captured_is_eager_by_name(machine: Machine) -> None:
+    """Once: another recording would fail at the same place."""
+    tries = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        def compiled(*args: Any) -> Any:
+            if dit_graph.breaks.capturing():
+                tries.append(1)
+                raise RuntimeError("not permitted when stream is capturing\nand more to read")
+            return graph.forward(*args)
+
+        return compiled
+
+    torch.compiler.reset()
+    module = Module(lambda m, x: m.block(x) + 1)
+    module.block = Block()
+    pair = machine.pair(module)
+    pair.graphed.block.compile(fullgraph=True, backend=backend)
+    for i in range(6):
+        pair(rows(i).to(machine.on))
+    ((reason, count),) = pair.stats["eager"].items()
+    assert len(tries) == 1 and count == 5
+    assert "capturing') in compiled code at tests/contract.py" in reason and "\n" not in reason
+    with torch.inference_mode():
+        for i in range(3):
+            pair(rows(i).to(machine.on))
+    torch.compiler.reset()
+    assert any("use torch.no_grad()" in reason for reason in pair.stats["eager"])
+
+
+def test_n2_compiled_code_and_a_constant_under_inference_mode(machine: Machine) -> None:
+    torch.compiler.reset()
+    scale = [2.0, 3.0]
+    module = Module(lambda m, x: m.block(m.linear(x) * torch.tensor(scale, device=x.device)[0]))
+    module.block = Block()
+    pair = machine.pair(module)
+    pair.graphed.block.compile(backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        for i in range(5):
+            pair(rows(i).to(machine.on))
+    assert pair.replays == 3
+    given = Module(lambda m, x: m.fast(m.linear(x), torch.tensor(scale, device=x.device)))
+    pair = machine.pair(given)
+    pair.graphed.fast = torch.compile(lambda x, scale: x * scale[0], backend="eager")
+    pair.eager.fast = lambda x, scale: x * scale[0]
+    with torch.no_grad():
+        for i in range(5):
+            pair(rows(i).to(machine.on))
+    assert pair.replays == 3
+    with torch.inference_mode():
+        for i in range(5):
+            pair(rows(i).to(machine.on))
+    torch.compiler.reset()
+    (reason,) = pair.stats["eager"]
+    assert "a constant under torch.inference_mode" in reason and "use torch.no_grad()" in reason
 
 
 def compiled_function(machine: Machine, hidden: bool) -> tuple[bool, int, list[str]]:

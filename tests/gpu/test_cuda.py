@@ -246,6 +246,20 @@ def test_an_inductor_block(machine: Machine) -> None:
     assert torch.equal(module(x), expected)
 
 
+def test_inductor_blocks_that_time_their_kernels(machine: Machine) -> None:
+    """As a reduction's are at the first launch; none may be timed again in a capture."""
+    torch.compiler.reset()
+    module = block(1152, 3)
+    for part in module:
+        part.compile(fullgraph=True)
+    inputs = [torch.randn(512, 1152, device=CUDA) for _ in range(6)]
+    expected = [module(x) for x in inputs]
+    with dit_graph.enable(module, **PLAIN) as handle:
+        for x, y in zip(inputs, expected):
+            assert torch.equal(module(x), y)
+        assert handle.stats()["replays"] == 4 and handle.stats()["eager"] == {}
+
+
 def test_cuda_malloc_async_is_refused_in_one_line() -> None:
     code = (
         "import torch, dit_graph\n"
