@@ -23,6 +23,9 @@ from dit_graph.kinds import Kind
 from dit_graph.watch import source_line
 
 Places = list[tuple[MutableMapping[str, Any], str]]
+Changes = list[tuple[MutableMapping[str, Any], str, Any]]
+COMPILED = "compiled code"  # in place of an operation, where it cannot be captured
+_ABSENT = object()
 
 
 def compiled(fn: Any) -> bool:
@@ -93,7 +96,7 @@ def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
     known = capture.known
     if capture.in_break:
-        with capture.watch.aside():
+        with _as_in_eager(capture):
             out = fn(*args, **kwargs)
         for t in tensors_of(out):
             if known.kind(t) is None:
@@ -106,14 +109,12 @@ def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:
             " where a write into it cannot be seen; use torch.no_grad()"
         )
     versions = [t._version for t in constants]
-    with capture.watch.aside():
+    with _as_in_eager(capture):
         try:
             out = capture.in_segment(fn, args, kwargs)
         except Exception:
-            if capture.refused is not None:
-                hint = " (compiled again for staged arguments; use torch.no_grad())"
-                again = hint if torch.is_inference_mode_enabled() else ""
-                capture.refused = f"compiled code{again}", capture.refused[1]
+            if capture.refused is not None and capture.refused[0] is fn:
+                capture.refused = COMPILED + _hint(), capture.refused[1]
             raise
     if [t._version for t in constants] != versions:
         raise CaptureError(f"compiled code writes into a constant at {source_line()}")
@@ -121,21 +122,41 @@ def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
+def _hint() -> str:
+    if not torch.is_inference_mode_enabled():
+        return ""
+    return " (torch.inference_mode may have it compiled again; try torch.no_grad())"
+
+
 @contextmanager
-def put_in_place(changes: list[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
+def _as_in_eager(capture: Any) -> Iterator[None]:
+    """Compiled code finds the model as it was compiled: dynamo compares what a capture changes."""
+    with capture.watch.aside(), put_in_place(capture.originals):
+        yield
+
+
+def originals(changes: Changes) -> Changes:
+    """What is there now in place of each change."""
+    return [(space, name, space.get(name, _ABSENT)) for space, name, _ in changes]
+
+
+@contextmanager
+def put_in_place(changes: Changes) -> Iterator[None]:
     """Assign (namespace, name, value) for a while; what was not there before goes again."""
-    absent = object()
-    before = [(space, name, space.get(name, absent)) for space, name, _ in changes]
-    for space, name, value in changes:
-        space[name] = value
+    before = originals(changes)
+    _assign(changes)
     try:
         yield
     finally:
-        for space, name, value in reversed(before):
-            if value is absent:
-                del space[name]
-            else:
-                space[name] = value
+        _assign(before[::-1])
+
+
+def _assign(changes: Changes) -> None:
+    for space, name, value in changes:
+        if value is _ABSENT:
+            space.pop(name, None)
+        else:
+            space[name] = value
 
 
 @contextmanager
@@ -161,7 +182,7 @@ def no_hidden_compiled_code() -> Iterator[None]:
 @contextmanager
 def no_seeding() -> Iterator[None]:
     """Raise CaptureError where the forward sets a default generator; a replay would not."""
-    changes: list[tuple[MutableMapping[str, Any], str, Any]] = []
+    changes: Changes = []
     for space in (vars(torch), vars(torch.random), vars(torch.cuda), vars(torch.cuda.random)):
         for name in ("manual_seed", "set_rng_state"):
             if name in space:

@@ -122,7 +122,7 @@ class Recording:
             self._on.pool.close(generation)
             raise
         entry.captures += 1
-        self._say_unmatched(capture.matched)
+        self._say_unmatched(capture)
         result = tape.result(call.tensors)
         entry.static.copy_back(call.tensors, tape.written_inputs)
         entry.capture_seconds += time.perf_counter() - started
@@ -170,14 +170,16 @@ class Recording:
     ) -> Any:
         """The eager answer, once a capture is undone. An operation that works there and that no
         segment takes is a break in the next capture."""
-        what = f"{type(error).__name__}({str(error).partition(chr(10))[0]!r})"
-        reason = str(error) if isinstance(error, CaptureError) else f"capture failed: {what}"
+        log.debug("dit_graph: %s: capture failed", self._on.name, exc_info=error)
+        ours = isinstance(error, CaptureError)
+        reason = str(error) if ours else f"capture failed: {brief(error)}"
         refused, where = capture.refused or (None, "")
         if refused is not None:
             reason += f" in {refused} at {where}"
-        learns = callable(refused) and refused not in self._on.stays_out and capture.breakable
+        learns = callable(refused) and capture.breakable
         self._on.talks |= isinstance(error, Collective)
-        if isinstance(error, Conflict):  # these arguments; others may do
+        of_compiled = isinstance(refused, str)  # what it lacked is compiled in the eager answer
+        if of_compiled or isinstance(error, Conflict):  # these arguments; others may do
             entry.unsettled(reason)
         elif learns and self._on.config.on_failure == "eager":
             self._on.pool.sweep()
@@ -197,8 +199,17 @@ class Recording:
             raise error
         return self._fallback(entry, reason, args, kwargs)
 
-    def _say_unmatched(self, matched: set[str]) -> None:
-        for pattern in set(self._on.config.breaks) - matched - self._fallback.said:
+    def _say_unmatched(self, capture: Capture) -> None:
+        for pattern in set(self._on.config.breaks) - capture.matched - self._fallback.said:
             self._fallback.said.add(pattern)
-            self.unmatched.add(f"breaks pattern {pattern!r} matches nothing")
-            log.warning("dit_graph: %s: breaks pattern %r matches nothing", self._on.name, pattern)
+            inside = pattern in capture.in_compiled
+            what = "only modules inside compiled code, which stay in it" if inside else "nothing"
+            self.unmatched.add(f"breaks pattern {pattern!r} matches {what}")
+            log.warning("dit_graph: %s: breaks pattern %r matches %s", self._on.name, pattern, what)
+
+
+def brief(error: Exception) -> str:
+    """The first line of an error, or of the one that a compiler has wrapped."""
+    inner = getattr(error, "inner_exception", error)
+    lines = str(inner).strip().splitlines()
+    return f"{type(inner).__name__}({(lines or [''])[0]!r})"

@@ -53,7 +53,8 @@ class Slot:
         return any(self is link for place in places for link in _chain(place))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the owner is compiled as a whole: its code, not ours
+        # the owner is compiled as a whole: its code, not ours; the other threads' calls are ours
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             if self._before is not None:
                 return self._before(*args, **kwargs)
             return getattr(type(self._owner), self._name)(self._owner, *args, **kwargs)

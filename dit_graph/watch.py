@@ -203,19 +203,22 @@ class Watch:
     def aside(self) -> Iterator[None]:
         """Take both modes off: dynamo gives up a function that it first meets under one.
 
-        The autocast cache is the caller's: dynamo compares it, and would compile the function again
-        in the midst of a capture. Casts that it keeps stay inside.
+        The autocast cache is on where the caller has it on: dynamo compares that, and would compile
+        the function again in the midst of a capture. The casts that it keeps go at the end. torch
+        keeps those of all threads in one place, so another thread under autocast may meet them if
+        the compiled code casts at run time; inductor's does not.
         """
         if _get_current_dispatch_mode() is not self._ops:
             raise CaptureError("a torch dispatch mode of the model's own is active around a break")
         self.__exit__(None, None, None)
         self.off = True
+        cache = torch.is_autocast_cache_enabled()
         torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(self._autocast_cache)
+        torch.set_autocast_cache_enabled(cache or self._autocast_cache)
         try:
             yield
         finally:
-            torch.set_autocast_cache_enabled(False)
+            torch.set_autocast_cache_enabled(cache)
             torch.clear_autocast_cache()
             self.off = False
             self.__enter__()

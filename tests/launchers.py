@@ -19,7 +19,10 @@ TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2"]
 def launch(
     launcher: list[str], cwd: Path, *argv: Any, gpus: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m argv` in two processes, on the CPU or on the CUDA devices `gpus`."""
+    """Run `python -m argv` in two processes, on the CPU or on the CUDA devices `gpus` of ours."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and gpus:
+        gpus = ",".join(visible.split(",")[int(gpu)] for gpu in gpus.split(","))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -2,7 +2,7 @@
 
 import fnmatch
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,12 @@ from dit_graph.breaks import eager_on_graph, local
 from dit_graph.capture import Capture
 from dit_graph.config import GraphConfig
 from dit_graph.opaque import (
+    Changes,
     call_opaque,
     compiled_places,
     no_hidden_compiled_code,
     no_seeding,
+    originals,
     put_in_place,
 )
 
@@ -52,24 +54,38 @@ def prepared(
 def _prepared(
     module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
 ) -> Iterator[None]:
-    changes: list[tuple[MutableMapping[str, Any], str, Any]] = [
-        (space, name, _opaque(capture, space[name])) for space, name in compiled_places(module)
-    ]
-    for path, child in module.named_modules():
-        pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
-        if pattern is not None:
-            capture.matched.add(pattern)
-            # pure: cold calls and the gate run this forward whole, side effects included
-            stays_eager = eager_on_graph(pure=True, reason=f"{path} ({pattern!r})")(child.forward)
-            changes.append((child.__dict__, "forward", stays_eager))
+    changes = _changes(module, capture, patterns)
+    capture.originals = originals(changes)
     with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
         yield
 
 
-def _opaque(capture: Capture, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _changes(module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]) -> Changes:
+    """What makes compiled code opaque, and breaks of the submodules that match a pattern."""
+    changes = {(id(s), n): (s, n, _opaque(s[n])) for s, n in compiled_places(module)}
+    outer: list[str] = []  # paths of compiled modules; dynamo sees all that is in them
+    for path, child in module.named_modules():
+        own = child.__dict__
+        keys = [(id(own), name) for name in ("_compiled_call_impl", "forward")]
+        compiled = next((changes[key] for key in keys if key in changes), None)
+        pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
+        if pattern is not None and path.startswith(tuple(f"{p}." for p in outer)):
+            capture.in_compiled.add(pattern)
+        elif pattern is not None:
+            capture.matched.add(pattern)
+            space, name, call = compiled or (own, "forward", child.forward)
+            # pure: cold calls and the gate run this forward whole, side effects included
+            stays_eager = eager_on_graph(pure=True, reason=f"{path} ({pattern!r})")(call)
+            changes[id(space), name] = space, name, stays_eager
+        if compiled is not None:
+            outer.append(path)
+    return list(changes.values())
+
+
+def _opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if local.capture is not capture:  # another thread
+        if local.capture is None:  # another thread, or a replayed break
             return fn(*args, **kwargs)
-        return call_opaque(capture, fn, args, kwargs)
+        return call_opaque(local.capture, fn, args, kwargs)
 
     return call

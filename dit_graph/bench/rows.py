@@ -81,7 +81,7 @@ def unused(row: Row) -> str:
     if stats is None or stats["replays"]:
         return ""
     reasons = "; ".join(stats["eager"]) or "too few calls"
-    return f"{row['mode']} replayed nothing ({reasons}): its times are eager's"
+    return f"{row['mode']} replayed nothing ({reasons}): its times are those without graphs"
 
 
 def with_gain(rows: list[Row]) -> list[Row]:

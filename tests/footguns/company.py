@@ -8,7 +8,8 @@ from diffusers import FirstBlockCacheConfig
 
 import dit_graph
 from dit_graph import eager_on_graph
-from tests.contract import compiled_block, counts_draws_branches, prompt
+from tests.compiled import compiled_block
+from tests.contract import counts_draws_branches, prompt
 from tests.families import FAMILIES
 from tests.footguns import rules
 from tests.footguns.case import (

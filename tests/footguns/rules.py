@@ -266,7 +266,7 @@ def integers_always_match(patch: Patch) -> None:
 
 
 scalars_frozen = replaced(Capture, "freeze_scalar", lambda self, t: True)
-compiled_code_is_watched = replaced(breakable, "_opaque", lambda capture, fn: fn)
+compiled_code_is_watched = replaced(breakable, "_opaque", lambda fn: fn)
 nothing_is_rolled_back = replaced(Undo, "roll_back", lambda self: None)
 any_generator_accepted = replaced(Capture, "draws", lambda self, leaves: None)
 a_variant_is_enough = replaced(Entry, "may_record_another", lambda self, most: False)

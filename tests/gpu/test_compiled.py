@@ -1,0 +1,3 @@
+"""Compiled code in a recorded forward on CUDA."""
+
+from tests.compiled import *  # noqa: F403
