@@ -3,7 +3,7 @@
     python benchmarks/pictures.py FOLDER/pictures-*.json --output benchmarks/results/pictures_h200
 
 writes NAME.json (the records), NAME.md (a line a scenario, then every table) and NAME.png (gain
-against image tokens).
+against image tokens, or with --bars the time of every variant).
 """
 
 import argparse
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dit_graph.bench.chart import crossover
+from dit_graph.bench.chart import crossover, draw
 from dit_graph.bench.table import markdown, summary
 
 
@@ -19,6 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json")
     parser.add_argument("--mode", default="breakable", help="the variant (default breakable)")
+    parser.add_argument("--bars", action="store_true", help="draw a bar a variant")
     parser.add_argument("--output", type=Path, required=True, metavar="NAME")
     args = parser.parse_args()
     records: list[dict[str, Any]] = []
@@ -35,7 +36,12 @@ def main() -> None:
     name.with_name(f"{name.name}.md").write_text(text + "\n")
     both = json.dumps({"records": records}, indent=1)
     name.with_name(f"{name.name}.json").write_text(both + "\n")
-    crossover(records, name.with_name(f"{name.name}.png"), args.mode)
+    chart = name.with_name(f"{name.name}.png")
+    if args.bars:
+        rows = [row for record in records for row in record["rows"]]
+        draw({"machine": records[0]["machine"], "rows": rows}, chart)
+    else:
+        crossover(records, chart, args.mode)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """One key's life, as data: state, recordings, counters and reasons. Touches no device."""
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +14,7 @@ Action = Literal["cold", "capture", "replay", "eager"]
 MAX_KEYS = 1024  # keys that a runner remembers
 PAUSE = 64  # calls until a key is tried again that the device had no room for
 MAX_ATTEMPTS = 3  # captures of one key whose state had not settled yet
+log = logging.getLogger("dit_graph")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Entry:
 
     def unsettled(self, reason: str) -> None:
         """A capture whose state had not settled: warm up again, a few times, then give up."""
+        log.debug("dit_graph: bucket %s warms up again: %s", self.label, reason)
         self.attempts += 1
         self.warm = False
         if not self.tapes:

@@ -160,8 +160,9 @@ class Runner:
         return Decision("eager", reason)
 
     def _invalidate(self, change: str) -> None:
-        if any(entry.tapes for entry in self.entries.values()):
-            log.warning("dit_graph: %s: %s changed; recording again", self.on.name, change)
+        recorded = any(entry.tapes for entry in self.entries.values())
+        level = logging.WARNING if recorded else logging.DEBUG
+        log.log(level, "dit_graph: %s: %s changed; recording again", self.on.name, change)
         self.entries.retire(unblock=not self.on.state.wrote(change))
         self._recent.clear()
         self.pool.sweep()

@@ -93,7 +93,7 @@ def test_nothing_is_compiled_in_a_recording(machine: Machine, name: str, mode: s
             pair(**machine.to(FAMILIES[name].inputs(i, 8)))
     torch.compiler.reset()
     assert built and not any(built)
-    assert pair.replays == 3 and pair.stats["eager"] == {}
+    assert pair.replays == 3 and pair.stats["eager"] == {}, pair.handle.report()
 
 
 def test_casts_of_compiled_code_do_not_outlive_a_recording(machine: Machine) -> None:
