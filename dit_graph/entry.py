@@ -2,10 +2,10 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dit_graph.key import GraphKey
+from dit_graph.key import Context, GraphKey
 from dit_graph.misses import miss
 from dit_graph.proof import Proof
 from dit_graph.tape import Tape
@@ -142,6 +142,16 @@ class Entries(dict[GraphKey, Entry]):
         self[key] = entry = Entry(key.describe(), proof=proof)
         entry.differs = self.miss(key)
         return entry
+
+    def settle(self, key: GraphKey, now: Context) -> None:
+        """Have the entry of `key` stand for the context `now`, which its forward has left behind.
+
+        The first attention of a process on CUDA settles the order in which torch tries its
+        kernels. Without this the next call would be of a key that nobody has met.
+        """
+        settled = replace(key, context=now)
+        if settled not in self:
+            self[settled] = self.pop(key)
 
     def miss(self, key: GraphKey) -> str:
         """Where a key differs from the nearest one that is recorded."""

@@ -19,7 +19,7 @@ from dit_graph.errors import CaptureError, Collective, Conflict, NotReplayed
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.guards import host_generators
-from dit_graph.key import Call
+from dit_graph.key import Call, context
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape, own
 
@@ -48,6 +48,8 @@ class Recording:
 
         out = self._fallback.with_room(run, call.tensors)
         entry.warm = self._thread.warm = True
+        if (now := context(call.key.context.extra_key)) != call.key.context:
+            self._on.entries.settle(call.key, now)
         if call.changed_containers():
             entry.block("the forward changes a list or dict that it is given")
         if host_generators(self._on.generators) != drawn:

@@ -416,6 +416,31 @@ def test_a_switch_that_selects_kernels_is_in_the_key(machine: Machine, what: str
     assert pair.stats["cold"] == 2 and pair.replays == 2
 
 
+def test_a_switch_that_the_forward_leaves_behind_costs_no_second_cold_call(
+    machine: Machine,
+) -> None:
+    """As the first attention on CUDA, which settles the order of torch's kernels for good."""
+
+    def body(m: Any, x: Any) -> Any:
+        torch.backends.cudnn.benchmark = True
+        return m.linear(x) + 1
+
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        pair = machine.pair(Module(body))
+        for i in range(5):
+            pair.graphed(rows(i).to(machine.on))
+        assert pair.stats["cold"] == 1 and pair.replays == 3
+        torch.backends.cudnn.benchmark = False
+        pair(rows(5).to(machine.on))  # another key, as for every such switch
+        pair(rows(6).to(machine.on))
+        assert pair.stats["cold"] == 2 and pair.replays == 4
+        assert len(pair.handle.explain().modules[0].buckets) == 2
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 # ---- memory
 
 
