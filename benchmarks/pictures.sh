@@ -3,13 +3,15 @@
 # three of them against torch.compile(mode="reduce-overhead") at 512 px too. Records go to FOLDER;
 # benchmarks/pictures.py puts them together.
 #
-#     [IMAGES=4] benchmarks/pictures.sh FOLDER [MODEL...]
+#     [IMAGES=4] [COMPARE=eager,breakable] benchmarks/pictures.sh FOLDER [MODEL...]
 #
+# COMPARE=eager,breakable,regional+breakable adds graphs over compiled blocks.
 # Needs a CUDA device with about 90 GB of free memory (qwen-image); one process a record.
 set -u
 out=${1:?give a folder for the records}
 shift
 mkdir -p "$out"
+compare=${COMPARE:-eager,breakable}
 
 record() { # NAME MODEL OPTION...
   local name=$1 model=$2
@@ -25,9 +27,9 @@ for model in ${@:-dit-xl-2 pixart-sigma sana-1.6b sd3.5-medium wan-1.3b z-image 
     *) other= ;;
   esac
   if [ -z "$other" ]; then
-    record "$model" "$model" --compare eager,breakable
+    record "$model" "$model" --compare "$compare"
   else
-    record "$model-$other" "$model" --compare eager,breakable --sizes "$other"
-    record "$model-512" "$model" --compare eager,breakable,reduce-overhead --sizes 512
+    record "$model-$other" "$model" --compare "$compare" --sizes "$other"
+    record "$model-512" "$model" --compare "$compare,reduce-overhead" --sizes 512
   fi
 done
