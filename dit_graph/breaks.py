@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
+import torch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -88,8 +90,8 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
     Its results are tensors and plain values in any nesting. They must keep structure, shapes,
     strides, dtypes and values from call to call; a change is `BreakResultChanged`, and then a
     function with side effects runs twice in that call. Non-tensor arguments are handed over as they
-    were at capture: state that changes between calls is read from `current_call()`. Usable bare or
-    with options.
+    were at capture: state that changes between calls is read from `current_call()`. Inside compiled
+    code it is a plain function and compiled with the rest. Usable bare or with options.
 
     Args:
         pure: the function has no side effect, so a replay may run it a second time.
@@ -101,6 +103,8 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
 
         @functools.wraps(inner)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_dynamo_compiling():  # or it would guard on whether one captures
+                return inner(*args, **kwargs)
             capture = local.capture
             if capture is None or capture.in_break:
                 return inner(*args, **kwargs)
@@ -115,7 +119,10 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
 def break_graph() -> None:
     """End the current segment and begin another.
 
-    Does nothing outside a capture, inside a break, and with a backend that records one graph.
+    Does nothing outside a capture, inside a break or compiled code, and with a backend that records
+    one graph.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return
     if local.capture is not None and not local.capture.in_break:
         local.capture.split()

@@ -57,8 +57,8 @@ class Capture:
         self._memory = memory
         self._static = static
         self._versions: list[int] = []
-        self.matched: set[str] = set()
-        self.in_compiled: set[str] = set()  # patterns of breaks that compiled code swallows
+        self.placed: set[str] = set()  # patterns of breaks that match a module
+        self.matched: set[str] = set()  # those of them that became a break, and of functions
         self.originals: list[Any] = []  # what the model has where a capture changes it
         self.refused: tuple[Any, str] | None = None  # an operation that no segment takes, where
         self.stays_out: Collection[Any] = ()  # operations that did so in an earlier capture

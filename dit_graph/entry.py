@@ -34,7 +34,8 @@ class Entry:
     static: Any = None  # StaticBuffers
     blocked: str = ""
     warm: bool = False
-    attempts: int = 0
+    attempts: int = 0  # in a row that came to no recording
+    gave_up: str = ""  # why no variant is added to the recordings any more
     made_room: int = 0  # times that its recordings were pushed out by others
     threads: int = 0  # that came to record and had to warm up first
     paused: int = 0  # calls that are still eager for `pause_reason`
@@ -62,14 +63,19 @@ class Entry:
         return Decision("capture" if self.warm else "cold")
 
     def unsettled(self, reason: str) -> None:
-        """A capture whose state had not settled: warm up again, a few times, then give up."""
+        """A capture whose state had not settled: warm up again, a few times, then give up.
+
+        Recordings that are there stay; no variant is added to them then.
+        """
         log.debug("dit_graph: bucket %s warms up again: %s", self.label, reason)
         self.attempts += 1
         self.warm = False
         if not self.tapes:
             self.static = None
         if self.attempts >= MAX_ATTEMPTS:
-            self.block(reason)
+            self.gave_up = reason
+            if not self.tapes:
+                self.block(reason)
 
     def pause(self, reason: str) -> None:
         """Eager for the next calls, then another try."""
@@ -107,7 +113,7 @@ class Entry:
         After `most` misses in a row the calls stay eager; every 64th tries again.
         """
         self.missed += 1
-        return self.missed <= most or self.missed % 64 == 0
+        return not self.gave_up and (self.missed <= most or self.missed % 64 == 0)
 
     def add(self, other: "Entry") -> None:
         """Take over another entry's counts."""
@@ -163,7 +169,7 @@ class Entries(dict[GraphKey, Entry]):
             entry.retire()
             entry.proof = entry.proof.again()
             if unblock:
-                entry.blocked, entry.attempts = "", 0
+                entry.blocked, entry.attempts, entry.gave_up = "", 0, ""
 
     def forget_recordings(self) -> None:
         """Let go of every recording and nothing else."""

@@ -48,7 +48,8 @@ class Recording:
 
         out = self._fallback.with_room(run, call.tensors)
         entry.warm = self._thread.warm = True
-        if (now := context(call.key.context.extra_key)) != call.key.context:
+        now = context(call.key.context.extra_key)
+        if now != call.key.context and not entry.tapes:
             self._on.entries.settle(call.key, now)
         if call.changed_containers():
             entry.block("the forward changes a list or dict that it is given")
@@ -114,7 +115,7 @@ class Recording:
             self._fallback.raise_if_failed(error, f"recording {entry.label}")
             capture.undo.roll_back()
             before.restore()
-            traceback.clear_frames(error.__traceback__)  # their locals would look like survivors
+            clear_frames(error)  # their locals would look like survivors
             self._let_go(generation, capture.known.survivors(None))
             if is_out_of_memory(error) and not last_try and self._fallback.free():
                 return self.capture(entry, call, args, kwargs, last_try=True)
@@ -147,6 +148,7 @@ class Recording:
         elif tape.unrestartable:
             entry.block(tape.unrestartable)
         else:
+            entry.attempts = 0
             entry.tapes.insert(0, tape)
             for surplus in entry.tapes[self._on.config.max_variants :]:
                 entry.forget(surplus)
@@ -204,10 +206,22 @@ class Recording:
     def _say_unmatched(self, capture: Capture) -> None:
         for pattern in set(self._on.config.breaks) - capture.matched - self._fallback.said:
             self._fallback.said.add(pattern)
-            inside = pattern in capture.in_compiled
-            what = "only modules inside compiled code, which stay in it" if inside else "nothing"
+            idle = pattern in capture.placed
+            what = "no module that runs outside of compiled code" if idle else "nothing"
             self.unmatched.add(f"breaks pattern {pattern!r} matches {what}")
             log.warning("dit_graph: %s: breaks pattern %r matches %s", self._on.name, pattern, what)
+
+
+def clear_frames(error: BaseException) -> None:
+    """Of an error and of all that led to it, those that a compiler has wrapped too."""
+    todo: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += [one.__cause__, one.__context__, getattr(one, "inner_exception", None)]
 
 
 def brief(error: Exception) -> str:

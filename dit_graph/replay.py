@@ -67,7 +67,7 @@ class Replay:
                 return self._compared(entry, tape, result, seeds, args, kwargs)
             return result
         if not entry.may_record_another(self._on.config.max_variants):
-            reason = f"another value at every call: {mismatch}"
+            reason = entry.gave_up or f"another value at every call: {mismatch}"
             return self._fallback(entry, reason, args, kwargs)
         return self._recording.capture(entry, call, args, kwargs)
 

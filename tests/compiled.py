@@ -259,6 +259,103 @@ def test_a_new_variant_is_compiled_in_the_eager_answer(machine: Machine) -> None
     assert reason.startswith("capture failed: RuntimeError('operation not permitted")
 
 
+class BranchingTwice(Branching):
+    def forward(self, x: Any, large: bool, even: bool) -> Any:  # type: ignore[override]
+        return super().forward(x, large) + (1 if even else 2)
+
+
+def test_many_variants_are_compiled_in_eager_answers(machine: Machine) -> None:
+    """Each comes to a recording, so that none of them is one failure too many."""
+    module = Module(lambda m, x: m.blocks[0](x, bool(x[0, 0] > 0), bool(x[0, 1] > 0)))
+    module.blocks = nn.ModuleList([BranchingTwice()])
+    pair = compiled_pair(machine, module, refuses)
+    signs = [torch.tensor([[a, b] + [1.0] * 6]) for a in (1.0, -1.0) for b in (1.0, -1.0)]
+    for sign in [signs[0], signs[0], *(s for s in signs for _ in range(3)), *signs]:
+        pair((rows(0).abs() * sign).to(machine.on))
+    assert pair.stats["captures"] == 4 and sum(pair.stats["eager"].values()) == 3
+    assert pair.replays == 3 + 3 * 1 + 4
+
+
+def test_under_strict_a_variant_that_cannot_be_had_leaves_the_others(machine: Machine) -> None:
+    """No eager answer compiles it there."""
+    module = Module(lambda m, x: m.blocks[0](x, bool(x[0, 0] > 0)) + 1)
+    module.blocks = nn.ModuleList([Branching()])
+    pair = compiled_pair(machine, module, refuses, strict=True)
+    x = rows(0).abs().to(machine.on)
+    for _ in range(3):
+        pair(x)
+    for _ in range(5):
+        with pytest.raises(dit_graph.NotReplayed, match="not permitted when stream is capturing"):
+            pair.graphed(-x)
+    for _ in range(2):
+        pair(x)
+    assert pair.replays == 3 and len(pair.stats["eager"]) == 1
+
+
+class Marking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        h = halved(self.linear(x))
+        dit_graph.break_graph()
+        return h + 1
+
+
+@dit_graph.eager_on_graph(pure=True)
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+def test_marks_inside_compiled_code_are_compiled_with_the_rest(machine: Machine) -> None:
+    """Dynamo would compare whether somebody captures."""
+    module = Module(lambda m, x: m.blocks[0](x) + 1)
+    module.blocks = nn.ModuleList([Marking()])
+    pair = compiled_pair(machine, module, refuses)
+    for n in (2, 3):
+        for i in range(5):
+            pair(rows(i, n).to(machine.on))
+    assert pair.replays == 6 and pair.stats["eager"] == {} and "breaks 0," in pair.handle.report()
+
+
+def test_a_failed_compilation_takes_no_recording_with_it(machine: Machine) -> None:
+    """What its traceback holds would look like memory of the recording that outlives the call."""
+    fails, kept = [], []
+
+    def lowering(graph: Any, args: Any) -> None:
+        held = graph.forward(*args)  # this frame is in the cause's traceback alone
+        raise ValueError(f"the cause, {held[0].shape}")
+
+    def backend(graph: Any, example: Any) -> Any:
+        def compiled(*args: Any) -> Any:
+            if not fails or not dit_graph.breaks.capturing():
+                return graph.forward(*args)
+            error: Any = RuntimeError("not permitted when stream is capturing")
+            try:
+                lowering(graph, args)
+            except ValueError as cause:
+                error.inner_exception = cause
+            kept.append(error)
+            raise error
+
+        return compiled
+
+    module = Module(lambda m, x: m.blocks[0](x) + 1)
+    module.blocks = nn.ModuleList([Block()])
+    pair = compiled_pair(machine, module, backend)
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    fails.append(True)
+    for i in range(3):
+        pair(rows(i, 3).to(machine.on))
+    fails.clear()
+    for i in range(3):
+        pair(rows(i).to(machine.on))
+    assert pair.replays == 1 + 3 and len(kept) == 1
+    assert "the cause" in str(pair.stats["eager"])
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +368,11 @@ class Inner(nn.Module):
 @pytest.mark.parametrize(
     ("pattern", "breaks", "says"),
     [
-        ("*.attn", 0, "breaks pattern '*.attn' matches only modules inside compiled code"),
+        (
+            "*.attn",
+            0,
+            "breaks pattern '*.attn' matches no module that runs outside of compiled code",
+        ),
         ("blocks.*", 2, ""),
         ("blocks.1", 1, ""),
         ("nothing", 0, "breaks pattern 'nothing' matches nothing"),

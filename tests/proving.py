@@ -1,6 +1,7 @@
 """Proof at run time, the gate, strictness and the ladder of failures, on every device."""
 
 import copy
+import threading
 import dataclasses
 import logging
 import random
@@ -439,6 +440,31 @@ def test_a_switch_that_the_forward_leaves_behind_costs_no_second_cold_call(
         assert len(pair.handle.explain().modules[0].buckets) == 2
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+def test_recordings_do_not_move_to_the_switch_that_a_cold_call_leaves_behind(
+    machine: Machine,
+) -> None:
+    """A thread that has warmed nothing up makes a cold call of a bucket that is recorded."""
+
+    def body(m: Any, x: Any) -> Any:
+        h = m.linear(x)
+        if bool(x[0, 0] > 0):
+            return h * torch.full((8,), 1 / 3, device=x.device).to(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        return h
+
+    pair, x = machine.pair(Module(body)), rows(0).abs().to(machine.on)
+    try:
+        for _ in range(4):
+            pair(x)
+        thread = threading.Thread(target=torch.no_grad()(pair.graphed), args=(-x,))
+        thread.start()
+        thread.join()
+        assert torch.get_default_dtype() == torch.float64
+        assert pair.graphed(x).dtype == pair.eager(x).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # ---- memory

@@ -63,23 +63,28 @@ def _prepared(
 def _changes(module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]) -> Changes:
     """What makes compiled code opaque, and breaks of the submodules that match a pattern."""
     changes = {(id(s), n): (s, n, _opaque(s[n])) for s, n in compiled_places(module)}
-    outer: list[str] = []  # paths of compiled modules; dynamo sees all that is in them
     for path, child in module.named_modules():
-        own = child.__dict__
-        keys = [(id(own), name) for name in ("_compiled_call_impl", "forward")]
-        compiled = next((changes[key] for key in keys if key in changes), None)
         pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
-        if pattern is not None and path.startswith(tuple(f"{p}." for p in outer)):
-            capture.in_compiled.add(pattern)
-        elif pattern is not None:
-            capture.matched.add(pattern)
-            space, name, call = compiled or (own, "forward", child.forward)
-            # pure: cold calls and the gate run this forward whole, side effects included
-            stays_eager = eager_on_graph(pure=True, reason=f"{path} ({pattern!r})")(call)
-            changes[id(space), name] = space, name, stays_eager
-        if compiled is not None:
-            outer.append(path)
+        if pattern is not None:
+            own = child.__dict__
+            keys = [(id(own), name) for name in ("_compiled_call_impl", "forward")]
+            whole = (own, "forward", child.forward)
+            space, name, call = next((changes[key] for key in keys if key in changes), whole)
+            changes[id(space), name] = space, name, _break(capture, path, pattern, call)
     return list(changes.values())
+
+
+def _break(capture: Capture, path: str, pattern: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    # pure: cold calls and the gate run this forward whole, side effects included
+    stays_eager = eager_on_graph(pure=True, reason=f"{path} ({pattern!r})")(fn)
+    capture.placed.add(pattern)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if local.capture is capture:
+            capture.matched.add(pattern)
+        return stays_eager(*args, **kwargs)
+
+    return call
 
 
 def _opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
