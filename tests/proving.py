@@ -1,10 +1,10 @@
 """Proof at run time, the gate, strictness and the ladder of failures, on every device."""
 
 import copy
-import threading
 import dataclasses
 import logging
 import random
+import threading
 from typing import Any
 
 import numpy as np
