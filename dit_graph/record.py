@@ -174,7 +174,9 @@ class Recording:
     ) -> Any:
         """The eager answer, once a capture is undone. An operation that works there and that no
         segment takes is a break in the next capture."""
-        log.debug("dit_graph: %s: capture failed", self._on.name, exc_info=error)
+        if log.isEnabledFor(logging.DEBUG):  # as text: a handler must not keep what the frames hold
+            text = "".join(traceback.format_exception(error))
+            log.debug("dit_graph: %s: capture failed\n%s", self._on.name, text)
         ours = isinstance(error, CaptureError)
         reason = str(error) if ours else f"capture failed: {brief(error)}"
         refused, where = capture.refused or (None, "")
