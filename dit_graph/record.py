@@ -208,8 +208,9 @@ class Recording:
     def _say_unmatched(self, capture: Capture) -> None:
         for pattern in set(self._on.config.breaks) - capture.matched - self._fallback.said:
             self._fallback.said.add(pattern)
-            idle = pattern in capture.placed
-            what = "no module that runs outside of compiled code" if idle else "nothing"
+            what = "nothing"
+            if pattern in capture.placed:
+                what = "no module that this recording runs outside of compiled code"
             self.unmatched.add(f"breaks pattern {pattern!r} matches {what}")
             log.warning("dit_graph: %s: breaks pattern %r matches %s", self._on.name, pattern, what)
 
