@@ -15,14 +15,15 @@ from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
 from dit_graph.devices.base import Device, Memory, Segment, is_about_capturing
+from dit_graph.effects import Effects
 from dit_graph.errors import CaptureError
 from dit_graph.guards import Guard, plain, same
 from dit_graph.homes import is_fresh, place, result_leaf
 from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
-from dit_graph.tape import Break, Tape, Undo, WholeCall
+from dit_graph.tape import Break, Tape
 from dit_graph.watch import Watch, module_path, source_line, undisturbed
-from dit_graph.writes import Writes, whole_of, writes
+from dit_graph.writes import writes
 
 
 class Capture:
@@ -51,12 +52,10 @@ class Capture:
     ) -> None:
         self.device = device
         self.tape = Tape()
-        self.undo = Undo(device.generators())
         self.arrays: list[tuple[Any, Any]] = []
         self.in_break = False
         self._memory = memory
         self._static = static
-        self._versions: list[int] = []
         self.placed: set[str] = set()  # patterns of breaks that match a module
         self.matched: set[str] = set()  # those of them that became a break, and of functions
         self.originals: list[Any] = []  # what the model has where a capture changes it
@@ -67,15 +66,8 @@ class Capture:
         self._names = names or {}
         self._observing = False
         self._segment: Segment | None = None
-        self._outside = [(t, t._version) for t in module if not t.is_inference()]
-        buffers = [t for t in module if not isinstance(t, torch.nn.Parameter)]
-        self.undo.take(buffers, random=True)
-        self._random = False
-        self.random_unseen = False
-        self._impure = ""
         self.known = Known(device, static, module)
-        self._writes = Writes(self.known, self.tape, self.undo)
-        self.expect_writes()
+        self.effects = Effects(device, static, module, self.known, self.tape)
 
     # ---- the capture as a whole
 
@@ -111,32 +103,8 @@ class Capture:
         leaves, tape.spec = pytree.tree_flatten(out)
         self.refuse_hidden(tensors_of(leaves))
         tape.leaves = [result_leaf(leaf, self.known, self._static) for leaf in leaves]
-        tape.written_inputs = [
-            i
-            for i, t in enumerate(self._static)
-            if t._version != self._versions[i] or storage_of(t) in self._writes.arguments
-        ]
-        self._random = self._random or self.random_unseen
-        self._random = self._random and self.undo.generators_moved()  # attention may, rarely does
-        tape.draws, self.random_unseen = self._random, False
-        self._restart_point()  # a replay may fail at its last step
-        tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
-        tape.effects = self._effects()
+        self.effects.finish()
         return out
-
-    def _effects(self) -> str:
-        """Why the forward cannot run twice for one call, or an empty string."""
-        if any(isinstance(step, WholeCall) for step in self.tape.steps):
-            return "a replay is an eager call itself"
-        if self._impure:
-            return f"{self._impure} may have side effects"
-        if self.tape.written_inputs:
-            return "it writes into an argument"
-        return "it writes into what outlives the call" if self.tape.written_outside else ""
-
-    def expect_writes(self) -> None:
-        """From now on a staged argument whose version moves was written by the forward."""
-        self._versions = [t._version for t in self._static]
 
     # ---- values that a launch freezes
 
@@ -151,7 +119,7 @@ class Capture:
 
     def draws(self, leaves: list[Any]) -> None:
         """A random operation: only the default generators replay."""
-        self._random = True
+        self.effects.draws = True
         known = self.device.generators()
         for leaf in leaves:
             if isinstance(leaf, torch.Generator) and not any(leaf is g for g in known):
@@ -172,8 +140,8 @@ class Capture:
         """An operation inside a marked break: what it writes and makes is noted, no more."""
         if not self._observing:
             return func(*args, **kwargs)
-        self._writes.note(func, args, kwargs, lambda action: action())
-        self._random |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.effects.note(func, args, kwargs)
+        self.effects.draws |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         out = func(*args, **kwargs)
         given = set(map(storage_of, tensors_of((args, kwargs))))
         for t in tensors_of(out):
@@ -194,7 +162,7 @@ class Capture:
     def _in_segment(self, segment: Segment, func: Any, args: Any, kwargs: Any) -> Any:
         operands = tensors_of((args, kwargs))
         self.refuse_hidden(operands)
-        self._writes.note(func, args, kwargs, segment.before_launch)
+        self.effects.note(func, args, kwargs, segment.before_launch)
         for t in operands:
             if self.known.kind(t) in (None, Kind.CONSTANT):
                 self.tape.held[storage_of(t)] = t
@@ -249,7 +217,7 @@ class Capture:
         """A break that somebody marked; what it writes and makes is noted while it runs."""
         if not self.breakable:
             return fn(*args, **kwargs)
-        self._restart_point()  # a changed result must find the call's start again
+        self.effects.restart_point()  # a changed result must find the call's start again
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             self._observing = True
@@ -259,7 +227,7 @@ class Capture:
                 self._observing = False
 
         out = self.eager(fn, args, kwargs, reason=reason, marked=True, now=observed)
-        self._impure = self._impure or ("" if pure else reason)
+        self.effects.impure = self.effects.impure or ("" if pure else reason)
         return out
 
     def split(self) -> None:
@@ -282,16 +250,16 @@ class Capture:
     def _eager(
         self, fn: Any, args: Any, kwargs: Any, reason: str, to_host: bool, marked: bool, now: Any
     ) -> Any:
-        self._writes.note(fn, args, kwargs, lambda action: action())
+        self.effects.note(fn, args, kwargs)
         operands = tensors_of((args, kwargs))
         self.refuse_hidden(operands)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         held = [self.known.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
         result = now(*args, **kwargs)
         outs, results = pytree.tree_flatten(result)
-        guarded = not marked and self._is_guard(fn, outs)
+        guarded = not marked and _is_guard(fn, outs)
         if guarded:  # before the step: a restart repeats what was
-            self._guarded(reason)
+            self.effects.guarded(reason)
         step = Break(fn, held, spec, [], results, reason, source_line(), marked)
         step.module = module_path(self._names)
         step.guarded = guarded
@@ -330,32 +298,11 @@ class Capture:
         hosts = [to_host or self.known.is_host(out) for out in outs]
         return place(outs, hosts, self.known, self.device, self._open)
 
-    # ---- guards and writes
-
     def _require_breaks(self, reason: str) -> None:
         if not self.breakable:
             raise CaptureError(f"one graph cannot hold this: {reason} at {source_line()}")
 
-    def _restart_point(self) -> None:
-        """Note what must be put back when a replay starts again from here."""
-        self.tape.saved = self._written_outside()
-        self.tape.random_before_guard = self._random or self.random_unseen
 
-    def _written_outside(self) -> list[torch.Tensor]:
-        """Tensors from outside that were written: seen as operations, or moved by compiled code."""
-        seen = set(map(storage_of, self._writes.outside))
-        moved = [t for t, version in self._outside if t._version != version]
-        return self._writes.outside + [t for t in moved if storage_of(t) not in seen]
-
-    def _is_guard(self, fn: Any, outs: list[Any]) -> bool:
-        dynamic = torch.Tag.dynamic_output_shape in getattr(fn, "tags", ())
-        return dynamic or any(not isinstance(out, torch.Tensor) for out in outs)
-
-    def _guarded(self, reason: str) -> None:
-        """A replay may have to start again from here."""
-        self._restart_point()
-        if self._impure:
-            self.tape.unrestartable = (
-                f"state may be written before a guard: {self._impure}, then {reason} at"
-                f" {source_line()}; declare the break pure=True if it has no side effect"
-            )
+def _is_guard(fn: Any, outs: list[Any]) -> bool:
+    dynamic = torch.Tag.dynamic_output_shape in getattr(fn, "tags", ())
+    return dynamic or any(not isinstance(out, torch.Tensor) for out in outs)

@@ -118,7 +118,7 @@ def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:
             raise
     if [t._version for t in constants] != versions:
         raise CaptureError(f"compiled code writes into a constant at {source_line()}")
-    capture.random_unseen = True
+    capture.effects.may_draw = True
     return out
 
 

@@ -113,7 +113,7 @@ class Recording:
                 raise Conflict(conflict)
         except Exception as error:
             self._fallback.raise_if_failed(error, f"recording {entry.label}")
-            capture.undo.roll_back()
+            capture.effects.undo.roll_back()
             before.restore()
             clear_frames(error)  # their locals would look like survivors
             self._let_go(generation, capture.known.survivors(None))

@@ -24,7 +24,7 @@ class Debug(Backend):
         config: GraphConfig,
     ) -> Any:
         def run() -> Any:
-            capture.expect_writes()
+            capture.effects.expect_writes()
             return forward(*args, **kwargs)
 
         capture.tape.steps.append(WholeCall(run, capture.finish))

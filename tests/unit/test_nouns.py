@@ -281,7 +281,7 @@ LAYERS = [
     {"errors"}, {"buckets"}, {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds"}, {"watch", "writes"},
-    {"opaque", "homes"}, {"capture", "pool"}, {"backends"},
+    {"opaque", "homes", "effects"}, {"capture", "pool"}, {"backends"},
     {"graphed"}, {"fallback"}, {"record"}, {"replay"},
     {"runner"}, {"report"}, {"explain"},
     {"modes"}, {"install"}, {"enable"},
