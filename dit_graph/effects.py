@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from dit_graph.devices.base import Device
+from dit_graph.frames import source_line
 from dit_graph.kinds import Known, storage_of
 from dit_graph.tape import Tape, Undo, WholeCall
-from dit_graph.watch import source_line
 from dit_graph.writes import When, Writes, whole_of
 
 

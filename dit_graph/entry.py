@@ -77,6 +77,11 @@ class Entry:
             if not self.tapes:
                 self.block(reason)
 
+    def keep(self, tape: Tape) -> None:
+        """A recording came about."""
+        self.attempts, self.gave_up = 0, ""
+        self.tapes.insert(0, tape)
+
     def pause(self, reason: str) -> None:
         """Eager for the next calls, then another try."""
         self.paused, self.pause_reason = PAUSE, reason

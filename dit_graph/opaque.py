@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
 from dit_graph.errors import CaptureError
+from dit_graph.frames import source_line
 from dit_graph.guards import plain
 from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind
-from dit_graph.watch import source_line
 
 Places = list[tuple[MutableMapping[str, Any], str]]
 Changes = list[tuple[MutableMapping[str, Any], str, Any]]

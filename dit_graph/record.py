@@ -93,24 +93,14 @@ class Recording:
         if entry.static is None:
             with torch.inference_mode(False):  # so that writes into them are counted
                 entry.static = StaticBuffers(call.tensors)
-        static = entry.static.tensors
         entry.static.copy_in(call.tensors)
         capture = self._backend.capture(
-            self._on.pool.device, generation.memory, static, self._on.module, self._on.config
-        )
+            self._on.pool.device, generation.memory, entry.static.tensors, self._on.module,
+            self._on.config,
+        )  # fmt: skip
         capture.stays_out = self._on.stays_out
         try:
-            with self._on.pool.device.stream():
-                live = call.with_tensors(static)
-                out = self._backend.record(
-                    capture, self._on.module, self._on.original, *live, self._on.config
-                )
-                out = capture.finish(out)
-            tape = capture.tape
-            entry.static.check_writable(tape.written_inputs)
-            conflict = tape.conflict(call.tensors)
-            if conflict:
-                raise Conflict(conflict)
+            out = self._run(capture, entry.static, call)
         except Exception as error:
             self._fallback.raise_if_failed(error, f"recording {entry.label}")
             capture.effects.undo.roll_back()
@@ -126,6 +116,7 @@ class Recording:
             raise
         entry.captures += 1
         self._say_unmatched(capture)
+        tape = capture.tape
         result = tape.result(call.tensors)
         entry.static.copy_back(call.tensors, tape.written_inputs)
         entry.capture_seconds += time.perf_counter() - started
@@ -133,6 +124,22 @@ class Recording:
         self._keep(entry, generation, tape, before, survivors)
         self._on.pool.sweep()
         return result
+
+    def _run(self, capture: Capture, static: StaticBuffers, call: Call) -> Any:
+        """The forward on the staged arguments, written down on the capture's tape.
+
+        Raises:
+            CaptureError: it cannot be recorded, or the tape does not fit this call's arguments.
+        """
+        on = self._on
+        with on.pool.device.stream():
+            live = call.with_tensors(static.tensors)
+            out = self._backend.record(capture, on.module, on.original, *live, on.config)
+            out = capture.finish(out)
+        static.check_writable(capture.tape.written_inputs)
+        if conflict := capture.tape.conflict(call.tensors):
+            raise Conflict(conflict)
+        return out
 
     def _keep(
         self, entry: Entry, generation: Any, tape: Tape, before: Fingerprint, survivors: int
@@ -148,8 +155,7 @@ class Recording:
         elif tape.unrestartable:
             entry.block(tape.unrestartable)
         else:
-            entry.attempts = 0
-            entry.tapes.insert(0, tape)
+            entry.keep(tape)
             for surplus in entry.tapes[self._on.config.max_variants :]:
                 entry.forget(surplus)
             tape.generation = generation
@@ -229,6 +235,6 @@ def clear_frames(error: BaseException) -> None:
 
 def brief(error: Exception) -> str:
     """The first line of an error, or of the one that a compiler has wrapped."""
-    inner = getattr(error, "inner_exception", error)
+    inner = getattr(error, "inner_exception", None) or error
     lines = str(inner).strip().splitlines()
     return f"{type(inner).__name__}({(lines or [''])[0]!r})"

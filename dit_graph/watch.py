@@ -6,10 +6,8 @@ capture knows how to make one.
 """
 
 import gc
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dit_graph.errors import CaptureError, Collective
+from dit_graph.frames import calls_from, source_line
 from dit_graph.guards import DeviceNumber, plain
 from dit_graph.key import tensors_of
 
@@ -54,7 +53,6 @@ _COLLECTIVES = {
     "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
     "symm_mem",
 }  # fmt: skip
-_MODULE_CALL = cast(Any, torch.nn.Module.__call__).__code__
 
 
 class OpWatch(TorchDispatchMode):
@@ -141,7 +139,7 @@ class CallWatch(TorchFunctionMode):
         c, kwargs = self._capture, kwargs or {}
         if c.in_break:
             return func(*args, **kwargs)
-        if func is torch.Tensor.data_ptr and not _calls_from("triton"):
+        if func is torch.Tensor.data_ptr and not calls_from("triton"):
             raise CaptureError(f"the forward reads an address at {source_line()}")
         if pattern := c.stays_eager(func):
             return c.eager(func, args, kwargs, reason=f"{func.__name__} ({pattern!r})")
@@ -241,40 +239,3 @@ def undisturbed() -> Iterator[bool]:
         torch.set_autocast_cache_enabled(cache)
         if collecting:
             gc.enable()
-
-
-def _calls_from(package: str) -> bool:
-    """Whether the torch function that runs now was called by a package."""
-    frame = sys._getframe(2)
-    return bool(frame.f_back and frame.f_back.f_globals.get("__name__", "").startswith(package))
-
-
-def source_line() -> str:
-    """`file:line in function` of the model code that runs now."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "").split(".")
-        ours = name[0] == "dit_graph" and name[1:2] != ["embedded"]
-        if not ours and name[0] not in ("torch", "functools", "contextlib", "warnings"):
-            break
-        frame = frame.f_back
-    code = frame.f_code
-    file = "/".join(code.co_filename.rsplit("/", 2)[-2:])
-    return f"{file}:{frame.f_lineno} in {code.co_name}"
-
-
-def module_path(names: Mapping[int, str]) -> str | None:
-    """The path of the innermost module of `names` (id → path) whose call runs now, if any.
-
-    Reads only the frames of `Module.__call__`, inside which all that a forward calls lies and which
-    drop none of their locals: up to Python 3.12 a look at a frame's locals keeps them for as long
-    as the frame lives, and in a forward's own frame that would keep old activations.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _MODULE_CALL:
-            path = names.get(id(frame.f_locals["self"]))
-            if path is not None:
-                return path
-        frame = frame.f_back
-    return None

@@ -234,11 +234,7 @@ def compiled_pair(machine: Machine, module: nn.Module, backend: Any, **options: 
     return pair
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8).requires_grad_(False)
-
+class Branching(Block):
     def forward(self, x: Any, large: bool) -> Any:
         return self.linear(x) * (2 if large else 3)
 
@@ -257,7 +253,7 @@ def test_a_new_variant_is_compiled_in_the_eager_answer(machine: Machine) -> None
 
 
 class BranchingTwice(Branching):
-    def forward(self, x: Any, large: bool, even: bool) -> Any:  # type: ignore[override]
+    def forward(self, x: Any, large: bool, even: bool) -> Any:
         return super().forward(x, large) + (1 if even else 2)
 
 
@@ -289,11 +285,27 @@ def test_under_strict_a_variant_that_cannot_be_had_leaves_the_others(machine: Ma
     assert pair.replays == 3 and len(pair.stats["eager"]) == 1
 
 
-class Marking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8).requires_grad_(False)
+def test_a_new_recording_takes_variants_again(machine: Machine) -> None:
+    """It gave up on a variant; then the recordings made room for others."""
+    module = Module(lambda m, x: m.blocks[0](x, bool(x[0, 0] > 0)) + 1)
+    module.blocks = nn.ModuleList([Branching()])
+    pair = compiled_pair(machine, module, refuses, strict=True)
+    x = rows(0).abs().to(machine.on)
+    for _ in range(3):
+        pair(x)
+    for _ in range(4):
+        with pytest.raises(dit_graph.NotReplayed):
+            pair.graphed(-x)
+    (entry,) = pair.handle.installs["Module"].runner.entries.values()
+    assert entry.gave_up
+    entry.retire()
+    pair.graphed.blocks[0](-x, False)  # compiles what was missing
+    for sign in (1, 1, 1, -1, -1):
+        pair(x * sign)
+    assert pair.stats["captures"] == 3 and len(entry.tapes) == 2
 
+
+class Marking(Block):
     def forward(self, x: Any) -> Any:
         h = halved(self.linear(x))
         dit_graph.break_graph()
@@ -389,11 +401,7 @@ def test_compiled_code_inside_compiled_code(machine: Machine) -> None:
     """It finds the others as they were compiled, not as the recording calls them."""
     fast = torch.compile(lambda h: h.sin() + 1, backend=refuses)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8).requires_grad_(False)
-
+    class Outer(Block):
         def forward(self, x: Any) -> Any:
             return fast(self.linear(x))
 

@@ -1,0 +1,47 @@
+"""Which code runs now, read off the frames of this thread: a line, a module, a caller."""
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, cast
+
+import torch
+
+_MODULE_CALL = cast(Any, torch.nn.Module.__call__).__code__
+
+
+def calls_from(package: str) -> bool:
+    """Whether the torch function that runs now was called by a package."""
+    frame = sys._getframe(2)
+    return bool(frame.f_back and frame.f_back.f_globals.get("__name__", "").startswith(package))
+
+
+def source_line() -> str:
+    """`file:line in function` of the model code that runs now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "").split(".")
+        ours = name[0] == "dit_graph" and name[1:2] != ["embedded"]
+        if not ours and name[0] not in ("torch", "functools", "contextlib", "warnings"):
+            break
+        frame = frame.f_back
+    code = frame.f_code
+    file = "/".join(code.co_filename.rsplit("/", 2)[-2:])
+    return f"{file}:{frame.f_lineno} in {code.co_name}"
+
+
+def module_path(names: Mapping[int, str]) -> str | None:
+    """The path of the innermost module of `names` (id → path) whose call runs now, if any.
+
+    Reads only the frames of `Module.__call__`, inside which all that a forward calls lies and which
+    drop none of their locals: up to Python 3.12 a look at a frame's locals keeps them for as long
+    as the frame lives, and in a forward's own frame that would keep old activations.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            path = names.get(id(frame.f_locals["self"]))
+            if path is not None:
+                return path
+        frame = frame.f_back
+    return None
