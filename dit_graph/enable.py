@@ -53,7 +53,7 @@ class Handle:
             NotEnabled: after `disable`, or when the target is gone.
         """
         self._alive()
-        self.pictures.begin()
+        self.pictures.begin(said=True)
 
     def warmup(
         self,
@@ -96,7 +96,7 @@ class Handle:
         finally:
             for runner in runners:
                 runner.warming = False
-            self.pictures()  # the pipeline's own scheduler is back
+            self.pictures.listen()  # the pipeline's own scheduler is back
 
     def _warm_buckets(self, batch: int = 1) -> None:
         """Record every bucket for prompts of `batch` rows, the largest first."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from dit_graph.config import GraphConfig
 from dit_graph.errors import NotReplayed, Unsupported
 from dit_graph.graphed import Graphed
 from dit_graph.key import Signature
-from dit_graph.modes.denoise import Pictures
+from dit_graph.modes.denoise import Pictures, caller
 from dit_graph.modulewatch import ModuleWatcher
 from dit_graph.pool import Pool
 from dit_graph.runner import Runner
@@ -118,16 +119,19 @@ class Install:
     def _pictures(self) -> int | None:
         """The last picture that any pipeline began; None to compare at every call.
 
-        A text encoder runs before its picture begins.
+        That is where nobody says that a picture begins (a module, a loop of the user's own, another
+        pipeline that shares the module), and where something may act between two steps. A text
+        encoder runs before its picture begins.
         """
         if self.name.startswith("text_encoder"):
             return None
-        alive = [handle.pictures for handle in self.handles if handle.pictures.target_is_alive]
-        numbers = [pictures() for pictures in alive]
-        begun = [number for number in numbers if number is not None]
-        if len(begun) < len(numbers) or any(pictures.watching for pictures in alive):
+        if self.module._forward_pre_hooks or self.module._forward_hooks:  # they run, and may act
             return None
-        return max(begun, default=None)
+        pipe, acts = caller(sys._getframe(1))
+        alive = [handle.pictures for handle in self.handles if handle.pictures.target_is_alive]
+        if acts or not any([pictures.hears(pipe) for pictures in alive]):
+            return None
+        return max(pictures.number for pictures in alive if pictures.number is not None)
 
     def check(self) -> str:
         """Go back in where another library's hook took the slot away. Returns what was found."""

@@ -92,11 +92,9 @@ class TimestepsSlot(Slot):
             self.timesteps = DeviceTimesteps(self._scheduler, wanted)
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        pipe, frame = _caller(sys._getframe(1))
-        watching = pipe is not None and _has_callback(pipe, frame)
+        pipe, _ = caller(sys._getframe(1))
         listeners = tuple(self._listeners)
         for listener in listeners:
-            listener.watching = watching
             listener.begin()
         out = self.original(*args, **kwargs)
         if self.timesteps is not None:
@@ -109,11 +107,10 @@ class TimestepsSlot(Slot):
 
 
 class Pictures:
-    """Numbers the pictures that a target begins; None while nothing can say so.
+    """Numbers the pictures that a target begins.
 
-    `watching` holds during a picture whose caller gave a step callback: it may change anything
-    between two steps. A number never comes twice, whichever target it is. `removes` are the host
-    syncs to take out of the loop.
+    A number never comes twice, whichever target it is. `removes` are the host syncs to take out of
+    the loop.
     """
 
     _numbers = count(1)
@@ -121,17 +118,18 @@ class Pictures:
     def __init__(
         self, target: Any, begun: Callable[[], None], removes: Sequence[Sync] = ()
     ) -> None:
-        self.watching = False
         self.removes = removes
         self.removed: Counter[str] = Counter()  # of the loop's waits, with every scheduler so far
+        self.number: int | None = None  # of the last picture; None while nothing could say so
+        self._said = False  # by the user, not by a scheduler
         self._target = weakref.ref(target)
         self._begun = begun
-        self._number: int | None = None
         self._scheduler: Any = None
         self._slot: TimestepsSlot | None = None
-        self()
+        self.listen()
 
-    def __call__(self) -> int | None:
+    def listen(self) -> None:
+        """Put the slot on the scheduler that the target has now."""
         scheduler = _scheduler_of(self._target())
         if scheduler is not self._scheduler:
             self.release()
@@ -140,7 +138,16 @@ class Pictures:
                 self._slot = TimestepsSlot.on(scheduler)
                 self._slot.add(self)
                 self.begin()
-        return self._number
+
+    def hears(self, pipe: Any) -> bool:
+        """Whether a call from `pipe`, None for a loop of the user's own, lies in a numbered picture.
+
+        A pipeline that shares the module but not the scheduler begins its pictures unheard.
+        """
+        self.listen()
+        if pipe is None or self._scheduler is None:
+            return self._said
+        return _scheduler_of(pipe) is self._scheduler
 
     @property
     def target_is_alive(self) -> bool:
@@ -154,15 +161,17 @@ class Pictures:
     def is_of(self, target: Any) -> bool:
         return target is not None and self._target() is target
 
-    def begin(self) -> None:
-        """A picture begins now; what `handle.new_picture()` calls."""
-        self._number = next(self._numbers)
+    def begin(self, said: bool = False) -> None:
+        """A picture begins now; `said` where that is `handle.new_picture()`."""
+        self._said = said
+        self.number = next(self._numbers)
         self._begun()
 
     def release(self) -> None:
         if self._slot is not None:
             self._slot.drop(self)
-        self._slot = self._scheduler = self._number = None
+        self._slot = self._scheduler = self.number = None
+        self._said = False
 
 
 def _scheduler_of(target: Any) -> Any:
@@ -173,15 +182,18 @@ def _scheduler_of(target: Any) -> Any:
     return scheduler if callable(getattr(scheduler, "set_timesteps", None)) else None
 
 
-def _caller(frame: types.FrameType | None) -> tuple[Any, dict[str, Any]]:
-    """The pipeline whose call leads here, and what its call knows; None without one."""
+def caller(frame: types.FrameType | None) -> tuple[Any, bool]:
+    """The pipeline whose call leads here, None without one; and whether something may act between
+    its steps: a callback that the call was given, or a guider, which adds and removes hooks."""
     while frame is not None:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
-            if isinstance(here.get("self"), DiffusionPipeline):
-                return here["self"], here
+            if isinstance(pipe := here.get("self"), DiffusionPipeline):
+                given = [here.get(n) for n in ("callback_on_step_end", "callback")]
+                acts = (*given, getattr(pipe, "guider", None))
+                return pipe, any(act is not None for act in acts)
         frame = frame.f_back
-    return None, {}
+    return None, False
 
 
 def _weights_on(pipe: Any) -> torch.device:
@@ -193,13 +205,6 @@ def _weights_on(pipe: Any) -> torch.device:
     module = next(iter(denoisers(pipe).values()))
     found = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if found is None else found.device
-
-
-def _has_callback(pipe: Any, here: dict[str, Any]) -> bool:
-    """Whether the pipeline's call was given something to run between its steps."""
-    given = [here.get(n) for n in ("callback_on_step_end", "callback")]
-    guider = getattr(pipe, "guider", None)  # adds and removes hooks between steps
-    return any(change is not None for change in (*given, guider))
 
 
 def warm_pipeline(pipe: Any, sizes: Sequence[tuple[int, int]], kwargs: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 
 import dit_graph
 from dit_graph.enable import _handles
@@ -30,6 +31,20 @@ def with_adapter(pipe: Any) -> Any:
     return pipe
 
 
+def spy(handle: Any) -> Any:
+    """What its transformer was told of pictures since the last time, a value a call."""
+    state, told = handle.installs["transformer"].runner.on.state, []
+    ask = state._pictures
+    state._pictures = lambda: told.append(ask()) or told[-1]
+
+    def since() -> list[Any]:
+        found = told[:]
+        told.clear()
+        return found
+
+    return since
+
+
 def disable_adapters(pipe: Any, step: int, _: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if step == 2:
         pipe.transformer.disable_adapters()
@@ -41,29 +56,93 @@ def test_a_step_callback_may_change_the_module(who: str) -> None:
     pipe, eager = with_adapter(flux_pipeline()), with_adapter(flux_pipeline())
     handle = dit_graph.enable(pipe, **OPTIONS)
     caller = pipe if who == "enabled" else FluxPipeline(**pipe.components)
+    numbers = spy(handle)
     assert torch.equal(draw(caller), draw(eager))
     options = {"steps": 6, "callback_on_step_end": disable_adapters}
+    assert None not in numbers()
     assert torch.equal(draw(caller, **options), draw(eager, **options))
-    assert handle.pictures.watching
+    assert numbers() == [None] * 6
     assert torch.equal(draw(caller), draw(eager))
-    assert not handle.pictures.watching and handle.stats()["replays"] >= 8
+    assert None not in numbers() and handle.stats()["replays"] >= 8
+
+
+def test_a_step_callback_of_a_scheduler_that_is_new() -> None:
+    pipe, eager = with_adapter(flux_pipeline()), with_adapter(flux_pipeline())
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(draw(pipe), draw(eager))
+    for one in (pipe, eager):
+        one.scheduler = type(one.scheduler).from_config(one.scheduler.config)
+    options = {"steps": 6, "callback_on_step_end": disable_adapters}
+    assert torch.equal(draw(pipe, **options), draw(eager, **options))
+    numbers = spy(handle)
+    assert torch.equal(draw(pipe), draw(eager))
+    assert None not in numbers()
+
+
+def test_a_pipeline_with_a_scheduler_of_its_own_is_compared_at_every_call() -> None:
+    pipe, eager = with_adapter(flux_pipeline()), with_adapter(flux_pipeline())
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    others = []
+    for one in (pipe, eager):
+        others.append(other := FluxPipeline(**one.components))
+        other.scheduler = type(one.scheduler).from_config(one.scheduler.config)
+    for _ in range(3):
+        assert torch.equal(draw(pipe), draw(eager))
+    assert torch.equal(draw(others[0]), draw(others[1]))
+    for one in (pipe, eager):
+        one.set_adapters("default", 0.25)
+    assert torch.equal(draw(others[0]), draw(others[1])), "no picture of a known pipeline began"
+    numbers = spy(handle)
+    assert torch.equal(draw(others[0]), draw(others[1]))
+    assert set(numbers()) == {None}
+    draw(pipe)
+    assert None not in numbers()
+
+
+def test_a_loop_of_the_users_own_is_compared_at_every_call() -> None:
+    pipe, eager = with_adapter(flux_pipeline()), with_adapter(flux_pipeline())
+    handle, call = dit_graph.enable(pipe, **OPTIONS), FAMILIES["flux"].inputs(0, 6)
+    numbers = spy(handle)
+    with torch.no_grad():
+        for scale in (1.0, 1.0, 1.0, 1.0, 0.25):
+            for one in (pipe, eager):
+                one.set_adapters("default", scale)
+            assert torch.equal(pipe.transformer(**call)[0], eager.transformer(**call)[0])
+        assert set(numbers()) == {None}
+        handle.new_picture()
+        for _ in range(4):
+            pipe.transformer(**call)
+    assert len(set(numbers())) == 1 and None not in numbers()
+
+
+def test_hooks_of_the_module_itself_may_act_in_every_step() -> None:
+    pipe, eager = with_adapter(flux_pipeline()), with_adapter(flux_pipeline())
+    handle = dit_graph.enable(pipe, **OPTIONS)
+
+    def weigh(module: Any, args: Any, kwargs: Any) -> None:
+        for layer in module.modules():
+            if isinstance(layer, LoraLayer):
+                layer.scaling["default"] = 1.0 if kwargs["timestep"].max() > 0.4 else 0.25
+
+    for one in (pipe, eager):
+        one.transformer.register_forward_pre_hook(weigh, with_kwargs=True)
+    for _ in range(4):
+        assert torch.equal(draw(pipe, steps=6), draw(eager, steps=6))
+    assert handle.stats()["replays"] > 4
 
 
 class Legacy(FluxPipeline):
     def __call__(self, callback: Any = None, **kwargs: Any) -> Any:
         self.scheduler.set_timesteps(2, mu=1.0)
-        return callback
+        return kwargs["step"]()
 
 
 def test_a_legacy_callback() -> None:
     pipe = Legacy(**flux_pipeline().components)
-    handle = dit_graph.enable(pipe, **OPTIONS)
-    pipe()
-    assert not handle.pictures.watching
-    pipe(callback=print)
-    assert handle.pictures.watching
-    pipe.scheduler.set_timesteps(2, mu=1.0)
-    assert not handle.pictures.watching
+    step = dit_graph.enable(pipe, **OPTIONS).installs["transformer"]._pictures
+    assert pipe(step=step) is not None
+    assert pipe(step=step, callback=print) is None
 
 
 # ---- what says that a picture begins
@@ -84,7 +163,7 @@ def test_a_pipeline_without_a_scheduler_is_compared_at_every_call(scheduler: Any
     weight.data = weight.data * 2
     expected = copy.deepcopy(pipe.transformer)(**call)[0]
     assert torch.equal(pipe.transformer(**call)[0], expected)
-    assert handle.pictures() is None
+    assert handle.pictures.number is None
 
 
 def test_a_modules_own_scheduler_is_its_own_affair() -> None:
@@ -137,9 +216,9 @@ def test_every_pipeline_of_a_scheduler_hears_of_a_picture() -> None:
     pipe = flux_pipeline()
     other = FluxPipeline.from_pipe(pipe)
     handles = [dit_graph.enable(p, **OPTIONS) for p in (pipe, other)]
-    before = [h.pictures() for h in handles]
+    before = [h.pictures.number for h in handles]
     pipe.scheduler.set_timesteps(2, mu=1.0)
-    after = [h.pictures() for h in handles]
+    after = [h.pictures.number for h in handles]
     assert all(a != b for a, b in zip(after, before))
 
 
@@ -190,8 +269,9 @@ def test_a_handle_whose_pipeline_is_gone_says_nothing() -> None:
     install = handle.installs["transformer"]
     del other
     gc.collect()
+    numbers = spy(handle)
     draw(pipe)
-    assert install._pictures() is not None
+    assert None not in numbers()
     del pipe
     gc.collect()
     assert install._pictures() is None, "nobody is left to say when a picture begins"
