@@ -15,18 +15,22 @@ REMOVED = object()
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """One container with what it held; `plain` for a dict that may be a memo table."""
+    """One container with what it held.
+
+    `plain` for a dict that may be a memo table, `ordered` for one whose order is state: submodules.
+    """
 
     path: str
     container: Any
     before: Any
     plain: bool = False
+    ordered: bool = False
 
     def differences(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, key, value now) for each; the key `REMOVED` where there is none to name."""
         now, before = read_container(self.container), self.before
         if isinstance(now, (dict, types.MappingProxyType)):
-            return _dict_differences(now, before)
+            return _dict_differences(now, before, self.ordered)
         if isinstance(now, (list, deque)):
             return _list_differences(now, before)
         same = _same_array(now, before) if isinstance(now, np.ndarray) else now == before
@@ -113,12 +117,16 @@ def step_name(key: Any) -> str:
     return f".{key}" if isinstance(key, str) else f"[{key!r}]"
 
 
-def _dict_differences(now: Any, before: dict[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _dict_differences(
+    now: Any, before: dict[Any, Any], ordered: bool
+) -> Iterator[tuple[str, Any, Any]]:
     for key, value in now.items():
         if not (_unchanged(value, before[key]) if key in before else _idle(key, value)):
             yield step_name(key), key, value
     if any(key not in now for key in before):
         yield " (something was removed)", REMOVED, None
+    elif ordered and [key for key in now if key in before] != list(before):
+        yield " (its order)", REMOVED, None
 
 
 def _list_differences(now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -5,7 +5,7 @@ addresses. It is compared by identity, then by value, and never hashed.
 """
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, KeysView
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -26,8 +26,8 @@ class Fingerprint:
     """What a module holds now: every plain attribute, list, dict and helper object, by place.
 
     Reads through submodules, attention processors, hook registries and their states, partials and
-    bound methods, and through the classes of these that are no library's. Functions and globals
-    are taken by identity and not looked into.
+    bound methods, and through the classes of these that are no library's; of a library's classes it
+    knows `forward` and `__call__`. Functions and globals are taken by identity and not looked into.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -38,13 +38,18 @@ class Fingerprint:
         self._plain_tensors = [t for t in walk.tensors if _has_address(t)]
         self._other_tensors = [t for t in walk.tensors if not _has_address(t)]
         self._addresses = self._now()
+        self._paths = [path for path, _ in walk.objects]
+        self._objects = [value for _, value in walk.objects]
+        self._classes = list(map(type, self._objects))
+        self._methods = walk.methods
+        self._functions = list(self._methods_now())
         self._flatten()
 
     def _flatten(self) -> None:
         """All that is compared by identity in one list: a thousand submodules have many dicts."""
         self._empty: list[Any] = []
         self._listed: list[Any] = []  # lists and the like, whose length is compared by itself
-        self._dicts: list[Iterable[Any]] = []
+        self._dicts: list[KeysView[Any]] = []
         self._values: list[Iterable[Any]] = []  # views, so they show what is there when read
         self._rest: list[Place] = []
         for place in self._places:
@@ -70,6 +75,27 @@ class Fingerprint:
         self._keys = list(chain.from_iterable(self._dicts))
         self._held = list(chain.from_iterable(self._values))
 
+    def _methods_now(self) -> Iterator[Any]:
+        return (getattr(cls, name, None) for cls, name in self._methods)
+
+    def _classes_stayed(self) -> bool:
+        return all(map(is_, map(type, self._objects), self._classes)) and all(
+            map(is_, self._methods_now(), self._functions)
+        )
+
+    def _class_changes(self) -> Iterator[str]:
+        """Objects of another class now, and classes with another `forward` or `__call__`."""
+        for path, value, cls in zip(self._paths, self._objects, self._classes):
+            if type(value) is not cls:
+                yield f"{path}.__class__".lstrip(".")
+        for (cls, name), now, before in zip(self._methods, self._methods_now(), self._functions):
+            if now is not before:
+                yield f"{cls.__name__}.{name}"
+
+    def _grew(self) -> bool:
+        """Whether a dict has more keys than before."""
+        return any(self._empty) or sum(map(len, self._dicts)) > len(self._keys)
+
     def _sizes_stayed(self) -> bool:
         """Whether every container has as many members as before, and every dict its keys."""
         return (
@@ -82,6 +108,7 @@ class Fingerprint:
         return (
             self._sizes_stayed()
             and all(map(is_, chain.from_iterable(self._values), self._held))
+            and self._classes_stayed()
             and not any(next(place.differences(), None) for place in self._rest)
             and self._now() == self._addresses
         )
@@ -110,9 +137,11 @@ class Fingerprint:
         for place in self._places:
             if change := next(place.differences(), None):
                 return f"{place.path}{change[0]}".lstrip(".") or "a parameter"
+        if of_class := next(self._class_changes(), None):
+            return of_class
         change_of_tensor = self._tensor_change()
-        if change_of_tensor is None and self._sizes_stayed():
-            self._flatten()  # other objects of the same value: from now on these are the known ones
+        if change_of_tensor is None and not self._grew():
+            self._flatten()  # other objects of the same value, or another order: known from now on
         return change_of_tensor
 
     def changes(self) -> list[str]:
@@ -125,6 +154,7 @@ class Fingerprint:
                 found.append(f"{place.path}{name}".lstrip("."))
                 if type(value) is DeviceNumber:
                     place.container[key] = value.value
+        found += self._class_changes()
         if change := self._tensor_change():
             found.append(change)
         return found
@@ -138,7 +168,7 @@ class Fingerprint:
             for place in self._places
             for _, key, _ in place.differences()
         )
-        return grew and self._tensor_change() is None
+        return grew and self._classes_stayed() and self._tensor_change() is None
 
     def restore(self) -> None:
         """Put every container back as it was."""
@@ -147,6 +177,9 @@ class Fingerprint:
         for place in self._places:
             if next(place.differences(), None) is not None:
                 place.restore()
+        for value, cls in zip(self._objects, self._classes):
+            if type(value) is not cls:
+                value.__class__ = cls
 
 
 def _has_address(t: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from diffusers.hooks.hooks import HookRegistry
 from dit_graph.places import ClassAttributes, Place, SlotAttributes, step_name
 
 _OPAQUE = (
-    type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, io.IOBase,
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, io.IOBase,
     str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator,
     logging.Logger, logging.LoggerAdapter, DiffusionPipeline,
 )  # fmt: skip
@@ -42,6 +42,8 @@ class Walk:
     def __init__(self, module: torch.nn.Module) -> None:
         self.places: list[Place] = []
         self.tensors: list[torch.Tensor] = []
+        self.objects: list[tuple[str, Any]] = []  # by path; whose class another may replace
+        self.methods: list[tuple[type, str]] = []  # that such a class is called by
         self.blocker: str | None = None
         self._seen: set[int] = set()
         self._visitors: dict[type, _Visitor | None] = {}
@@ -62,6 +64,7 @@ class Walk:
         if issubclass(kind, _OPAQUE):
             return None
         for base, visitor in (
+            (type, self._class),
             (torch.Tensor, self._tensor),
             (np.ndarray, self._array),
             (HookRegistry, self._registry),
@@ -80,14 +83,21 @@ class Walk:
         if ours or _library_of(kind) in _FOREIGN:
             return None
         self._members[kind] = _members(kind)
+        self.methods += ((kind, name) for name in ("forward", "__call__") if _defines(kind, name))
         self._classes(kind)
         return self._object
+
+    def _class(self, path: str, value: Any, plain: bool) -> None:
+        self._seen.discard(id(value))  # `_classes` asks
+        self._classes(value)
 
     def _tensor(self, path: str, value: Any, plain: bool) -> None:
         self.tensors.append(value)
 
     def _array(self, path: str, value: Any, plain: bool) -> None:
         self.places.append(Place(path, value, value.copy()))
+        if value.dtype.hasobject:
+            self._todo += ((f"{path}[{i}]", child, True) for i, child in enumerate(value.flat))
 
     def _iterator(self, path: str, value: Any, plain: bool) -> None:
         self.blocker = f"attribute {path.lstrip('.')} is an iterator"
@@ -103,6 +113,7 @@ class Walk:
         self._todo.append((f"{path}.__self__", value.__self__, False))
 
     def _object(self, path: str, value: Any, plain: bool) -> None:
+        self.objects.append((path, value))
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             self.places.append(Place(path, attributes, dict(attributes)))
@@ -120,8 +131,12 @@ class Walk:
             self._todo += ((f"{path}.{name}", child, True) for name, child in held.items())
 
     def _container(self, path: str, value: Any, plain: bool) -> None:
+        attributes = getattr(value, "__dict__", None)  # of a class derived from a container's
+        if isinstance(attributes, dict):
+            self.places.append(Place(path, attributes, dict(attributes)))
+            self._todo += ((f"{path}.{key}", child, True) for key, child in attributes.items())
         if isinstance(value, dict):
-            self.places.append(Place(path, value, dict(value), plain))
+            self.places.append(Place(path, value, dict(value), plain, ordered=not plain))
             self._todo += ((f"{path}{step_name(key)}", child, True) for key, child in value.items())
             return
         if isinstance(value, (list, deque, set)):
@@ -145,6 +160,11 @@ class Walk:
 
 def _library_of(cls: type) -> str:
     return cls.__module__.partition(".")[0]
+
+
+def _defines(kind: type, name: str) -> bool:
+    """Itself or by a base; the metaclass, which makes objects, does not count."""
+    return any(name in vars(base) for base in kind.__mro__)
 
 
 def _members(kind: type) -> dict[str, Any]:

@@ -39,6 +39,19 @@ class Slotted:
         return self.__hidden
 
 
+class Tripled(Scale):
+    def times(self, x: Any) -> Any:
+        return super().times(x) * 3
+
+
+class Listed(list[Any]):
+    factor = 1.0
+
+
+class Named(dict[Any, Any]):
+    factor = 1.0
+
+
 def times(scale: Any, x: Any) -> Any:
     return x * scale.factor
 
@@ -100,6 +113,36 @@ SEEN: dict[str, Any] = {
         lambda m: None,
         lambda m, x: m.linear(x),
         lambda m: setattr(m.linear.weight, "data", m.linear.weight.data.t()),
+    ),
+    "another class": (
+        lambda m: setattr(m, "scale", Scale()),
+        lambda m, x: m.scale.times(x),
+        lambda m: setattr(m.scale, "__class__", Tripled),
+    ),
+    "a class that holds settings": (
+        lambda m: setattr(m, "scale", type("Settings", (), {"factor": 1.0})),
+        lambda m, x: x * m.scale.factor,
+        set_factor,
+    ),
+    "an attribute of a list": (
+        lambda m: setattr(m, "scale", Listed([1])),
+        lambda m, x: x * m.scale.factor,
+        set_factor,
+    ),
+    "an attribute of a dict": (
+        lambda m: setattr(m, "scale", Named()),
+        lambda m, x: x * m.scale.factor,
+        set_factor,
+    ),
+    "an object in an array": (
+        lambda m: setattr(m, "scale", np.array([None, Scale()])),
+        lambda m, x: m.scale[1].times(x),
+        lambda m: setattr(m.scale[1], "factor", 3.0),
+    ),
+    "the order of submodules": (
+        lambda m: setattr(m, "chain", nn.Sequential(nn.ReLU(), nn.Softplus())),
+        lambda m, x: m.chain(x),
+        lambda m: m.chain._modules.update({"0": m.chain._modules.pop("0")}),
     ),
     "a set that shrinks": (
         lambda m: setattr(m, "scale", {1, 2}),
@@ -309,13 +352,16 @@ def test_everything_is_put_back() -> None:
     module.array[:] = 7
     Own.table, Own.added = 2, 1  # type: ignore[attr-defined]
     module.names.add("b")
-    assert {"slotted.factor", "slotted.unset", "Own.table", "Own.added"} <= set(before.changes())
+    module.own.__class__ = Tripled
+    assert {"own.__class__", "slotted.factor", "slotted.unset", "Own.table", "Own.added"} <= set(
+        before.changes()
+    )
     before.restore()
     assert before.first_change() is None
     assert module.slotted.factor == 1.0 and not hasattr(module.slotted, "unset")
     assert list(module.past) == [1, 2] and module.past.maxlen == 3
     assert module.array.tolist() == [1.0, 1.0] and module.names == {"a"}
-    assert Own.table == 1 and not hasattr(Own, "added")
+    assert Own.table == 1 and not hasattr(Own, "added") and type(module.own) is Own
 
 
 def test_other_objects_of_the_same_value_are_no_change() -> None:
@@ -324,6 +370,8 @@ def test_other_objects_of_the_same_value_are_no_change() -> None:
     for _ in range(2):
         module.factor, module.name, module.scalar = float("1.5"), "".join("ab"), np.float32(2)
         assert before.first_change() is None
+    module.__dict__.update(name=module.__dict__.pop("name"))  # another order of attributes
+    assert before.first_change() is None and before._identical()
     module.scalar = np.float32(3)
     assert before.first_change() == "scalar"
 
@@ -369,3 +417,17 @@ def test_a_forward_replaced_on_the_class_is_seen(machine: Machine) -> None:
     for _ in range(4):
         assert torch.equal(net(x), net.linear(x) * 5)
     assert handle.stats()["replays"] == 4
+
+
+def test_a_forward_replaced_on_a_library_class_is_seen(machine: Machine, monkeypatch: Any) -> None:
+    pair = machine.pair(nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.ReLU()))
+    for i in range(4):
+        pair(rows(i))
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x * 3)
+    for i in range(4):
+        pair(rows(i))
+    assert pair.replays == 4, pair.handle.report()
+    assert Fingerprint(pair.graphed).first_change() is None
+    before = Fingerprint(pair.graphed)
+    monkeypatch.undo()
+    assert before.first_change() == "ReLU.forward"
