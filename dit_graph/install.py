@@ -129,7 +129,7 @@ class Install:
             return None
         pipe, acts = caller(sys._getframe(1))
         alive = [handle.pictures for handle in self.handles if handle.pictures.target_is_alive]
-        if acts or not any([pictures.hears(pipe) for pictures in alive]):
+        if acts or not any(pictures.hears(pipe) for pictures in alive):
             return None
         return max(pictures.number for pictures in alive if pictures.number is not None)
 

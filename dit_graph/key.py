@@ -37,7 +37,9 @@ class Context(NamedTuple):
     cudnn: tuple[bool, ...]
     sdpa_backends: tuple[Any, ...]
     reduced_precision: tuple[Any, ...]
+    blas_backend: Any
     attention_backend: Any
+    attention_function: Any  # some libraries put theirs in torch's place
     extra_key: Any
 
 
@@ -80,6 +82,8 @@ class Signature:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind in positional]
+        keywords = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        self._known = keywords.union(self.names)
 
     def name(self, index: int) -> str:
         return self.names[index] if index < len(self.names) else f"*{index}"
@@ -99,11 +103,17 @@ class Signature:
         if not named.keys().isdisjoint(kwargs):
             raise Unkeyable("an argument is given twice")  # the model raises its own TypeError
         named |= kwargs
+        # what lands in `**kwargs` may be read in the order in which the caller wrote it
+        rest = {name: named.pop(name) for name in [*named] if not self._has_place(name)}
+        named = dict(sorted(named.items())) | rest
         try:
             more = None if extra is None else extra(named)
         except Exception as error:
             raise Unkeyable(f"extra_key raised {error!r}") from error
-        return Call(dict(sorted(named.items())), [self.name(i) for i in range(len(args))], more)
+        return Call(named, [self.name(i) for i in range(len(args))], more)
+
+    def _has_place(self, name: str) -> bool:
+        return name in self._known or name.startswith("*")
 
 
 class Call:
@@ -113,6 +123,7 @@ class Call:
         self.arguments = arguments
         self.positional = positional
         self.tensors: list[torch.Tensor] = []
+        self._given: dict[int, int] = {}  # the tensors by id, and where they are in the list
         self._records: list[tuple[Any, list[Any]]] = []  # dataclass arguments and what they held
         leaves, self._spec = pytree.tree_flatten(arguments)
         self._leaves = leaves
@@ -135,13 +146,15 @@ class Call:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             if value.layout is not torch.strided:
                 raise Unkeyable(f"{self._name(value)} is a {value.layout} tensor")
+            if (place := self._given.setdefault(id(value), len(self.tensors))) < len(self.tensors):
+                return ("again", place)  # one object: the forward may ask whether it is
             self.tensors.append(value)
             return ("tensor", value.shape, value.stride(), value.dtype, value.device)
         if kind is float:
             return (kind, repr(value))
         if isinstance(value, _PLAIN):
             return (kind, value)
-        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject:
             return (kind, str(value.dtype), value.shape, value.tobytes())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             leaves, spec = pytree.tree_flatten(_attributes(value))
@@ -160,8 +173,8 @@ class Call:
 
     def with_tensors(self, tensors: list[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """`(args, kwargs)` as the caller wrote them, with other tensors in the same places."""
-        supply = iter(tensors)
-        leaves = [_substitute(leaf, supply) for leaf in self._leaves]
+        twins = {id(given): other for given, other in zip(self.tensors, tensors)}
+        leaves = [_substitute(leaf, twins) for leaf in self._leaves]
         named = pytree.tree_unflatten(leaves, self._spec)
         return [named.pop(name) for name in self.positional], named
 
@@ -199,13 +212,13 @@ def _attributes(record: Any) -> dict[str, Any]:
     }
 
 
-def _substitute(leaf: Any, supply: Any) -> Any:
+def _substitute(leaf: Any, twins: dict[int, torch.Tensor]) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return next(supply)
+        return twins[id(leaf)]
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         twin = copy.copy(leaf)
         for name, value in _attributes(leaf).items():
-            inner = pytree.tree_map(lambda v: _substitute(v, supply), value)
+            inner = pytree.tree_map(lambda v: _substitute(v, twins), value)
             object.__setattr__(twin, name, inner)
         return twin
     return leaf
@@ -238,11 +251,14 @@ def context(extra: Any = None) -> Context:
         (cudnn._get_cudnn_enabled(), cudnn._get_cudnn_deterministic(),
          cudnn._get_cudnn_benchmark()),
         (blas.flash_sdp_enabled(), blas.mem_efficient_sdp_enabled(), blas.math_sdp_enabled(),
-         blas.cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order()),
+         blas.cudnn_sdp_enabled(), blas.fp16_bf16_reduction_math_sdp_allowed(),
+         *torch._C._get_sdp_priority_order()),
         (*(torch._C._get_fp32_precision_getter("cuda", op) for op in ("matmul", "conv", "rnn")),
          blas.matmul.allow_fp16_reduced_precision_reduction,
-         blas.matmul.allow_bf16_reduced_precision_reduction),
+         blas.matmul.allow_bf16_reduced_precision_reduction, blas.matmul.allow_fp16_accumulation),
+        torch._C._get_blas_preferred_backend(),
         _attention_backend(),
+        torch.nn.functional.scaled_dot_product_attention,
         extra,
     )  # fmt: skip
 

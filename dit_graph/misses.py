@@ -94,6 +94,8 @@ def _value(leaf: tuple[Any, ...]) -> str:
         return "not given"
     if leaf[0] == "tensor":
         return f"a tensor {tuple(leaf[1])}"
+    if leaf[0] == "again":
+        return "a tensor that is another argument too"
     kind = leaf[0]
     if kind is type(None):
         return "None"

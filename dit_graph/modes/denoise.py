@@ -140,7 +140,7 @@ class Pictures:
                 self.begin()
 
     def hears(self, pipe: Any) -> bool:
-        """Whether a call from `pipe`, None for a loop of the user's own, lies in a numbered picture.
+        """Whether a call from `pipe` (None: a loop of the user's own) lies in a numbered picture.
 
         A pipeline that shares the module but not the scheduler begins its pictures unheard.
         """
