@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dit_graph.slot import Slot
 
@@ -13,6 +15,20 @@ def global_hook() -> str | None:
     """Global hooks can come and go at any call and belong to no module; None without any."""
     hooks = nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks
     return "a global forward hook would not run" if hooks else None
+
+
+def mode_around() -> str:
+    """A mode of the caller's that is to see every operation; a replay shows it none."""
+    for i in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(i)
+        if not isinstance(mode, DeviceContext):  # which is in the key
+            return f"{type(mode).__name__}, a torch function mode, would see no operation"
+    if torch._C._len_torch_dispatch_stack():
+        mode = _get_current_dispatch_mode()
+        return f"{type(mode).__name__}, a torch dispatch mode, would see no operation"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside a functorch transform, such as vmap"
+    return ""
 
 
 def parallel(module: torch.nn.Module) -> str | None:

@@ -20,7 +20,7 @@ from dit_graph.errors import CaptureError
 from dit_graph.frames import module_path, source_line
 from dit_graph.guards import Guard, plain, same
 from dit_graph.homes import is_fresh, place, result_leaf
-from dit_graph.key import tensors_of
+from dit_graph.key import Context, context, tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
 from dit_graph.tape import Break, Tape
 from dit_graph.watch import Watch, undisturbed
@@ -80,8 +80,10 @@ class Capture:
         with undisturbed() as autocast_cache:  # until the last segment is closed
             breaks.local.capture = self
             self.watch = Watch(self, autocast_cache)
+            self._context = context()
             try:
                 with self.watch:
+                    self._function_modes = torch._C._len_torch_function_stack()
                     yield
                 if self.refused is not None:  # the forward caught it, and went another way
                     raise CaptureError("the forward catches that an operation cannot be captured")
@@ -218,6 +220,7 @@ class Capture:
         """A break that somebody marked; what it writes and makes is noted while it runs."""
         if not self.breakable:
             return fn(*args, **kwargs)
+        self.refuse_modes(reason)
         self.effects.restart_point()  # a changed result must find the call's start again
 
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -230,6 +233,18 @@ class Capture:
         out = self.eager(fn, args, kwargs, reason=reason, marked=True, now=observed)
         self.effects.impure = self.effects.impure or ("" if pure else reason)
         return out
+
+    def refuse_modes(self, reason: str) -> None:
+        """A replay runs a break under the caller's modes, not under those of its place here."""
+        pairs = zip(Context._fields, context(), self._context)
+        what = [name.replace("_", " ") for name, here, outside in pairs if here != outside]
+        if torch._C._len_torch_function_stack() > self._function_modes:
+            what.append("a torch function mode")
+        if what:
+            raise CaptureError(
+                f"the forward sets {', '.join(what)} around {reason}, which a replay of this break"
+                f" would not have, at {source_line()}"
+            )
 
     def split(self) -> None:
         """End the current segment where a graph may be cut at all."""

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -130,13 +130,15 @@ class Handle:
             return
         self._disabled = True
         self.pictures.release()
-        target = id(self._target())
-        if _handles.get(target) is self:  # a later `enable` may have made another
-            del _handles[target]
+        target = self._target()
+        if _handles.get(id(target)) is self:  # a later `enable` may have made another
+            del _handles[id(target)]
+            _of_pipelines.pop(target, None)
         for install in self.installs.values():
             if self in install.handles:
                 install.handles.remove(self)
-            if not install.handles:
+            _drop_dead(install)
+            if not install.handles and not install.removed:
                 install.remove()
                 _installs.pop(id(install.module), None)
         if self._pool is not None:
@@ -193,9 +195,18 @@ class Handle:
         return found
 
 
+def _drop_dead(install: Install) -> None:
+    """Disable the handles of pipelines that are gone: nobody else can."""
+    for handle in tuple(install.handles):
+        if not handle.pictures.target_is_alive:
+            cast(Handle, handle).disable()
+
+
 # the module keeps its install (slot → install → handle), so both go when the module goes
 _installs: "weakref.WeakValueDictionary[int, Install]" = weakref.WeakValueDictionary()
 _handles: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()
+# another library's hook may take that slot away; a module, which the handle holds, keeps none
+_of_pipelines: "weakref.WeakKeyDictionary[Any, Handle]" = weakref.WeakKeyDictionary()
 
 
 def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: Any) -> Handle:
@@ -220,6 +231,8 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
     known = _handle_of(pipe_or_module)
     modules = parts(pipe_or_module, chosen)
     for name, (module, wanted) in modules.items():
+        if (install := _installs.get(id(module))) is not None:
+            _drop_dead(install)
         install = _installs.get(id(module))
         if install is not None and install.config != wanted:
             raise AlreadyEnabled(
@@ -243,6 +256,8 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
         handle.disable()
         raise
     _handles[id(pipe_or_module)] = handle
+    if not isinstance(pipe_or_module, torch.nn.Module):
+        _of_pipelines[pipe_or_module] = handle
     return handle
 
 

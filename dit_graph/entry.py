@@ -41,6 +41,7 @@ class Entry:
     paused: int = 0  # calls that are still eager for `pause_reason`
     pause_reason: str = ""
     missed: int = 0  # calls in a row for which no variant held
+    broken: int = 0  # replays in a row that raised
     cold: int = 0
     captures: int = 0
     replays: int = 0

@@ -5,7 +5,6 @@ float that was read from the device, so that `if diff < threshold` guards the ou
 comparison and not the exact bits of `diff`.
 """
 
-import math
 import operator
 import random
 from collections.abc import Callable
@@ -20,13 +19,13 @@ from dit_graph.errors import GuardMismatch
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and value, `nan` equal to itself, arrays and tensors by their elements."""
+    """Equal in type and value, floats to the sign of zero, arrays and tensors by elements."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and same(a.tolist(), b.tolist())
     if type(a) is not type(b):
         return False
-    if isinstance(a, float):
-        return bool(a == b) or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, (float, complex)):
+        return repr(a) == repr(b)  # nan is nan, -0.0 is not 0.0
     if isinstance(a, np.ndarray):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, (list, tuple)):
@@ -85,6 +84,9 @@ class DeviceNumber:
         if self.exact:
             return same(self.value, value)
         return all(op(value, other) == outcome for op, other, outcome in self.outcomes)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (self.pin(),)  # a copy is a plain float
 
     def __hash__(self) -> int:
         return hash(self.pin())

@@ -137,10 +137,15 @@ class Install:
         """Go back in where another library's hook took the slot away. Returns what was found."""
         if not self._slot.leads_here():
             self._slot.active = False
-            self._slot = Slot(self.module, "forward", self)
+            there = self.module.__dict__.get("forward")
+            if isinstance(there, Slot) and there.calls(self):  # an earlier one was put back
+                self._slot = there
+            else:
+                self._slot = Slot(self.module, "forward", self)
             self._slot.install()
             note = f"the slot of {self.name} was taken away by another hook; installed again"
-            self.notes.append(note)
+            if note not in self.notes:
+                self.notes.append(note)
             return note
         return self.compiled_over and f"{self.name} is {self.compiled_over}"
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 from dit_graph.errors import Unkeyable
 
@@ -139,11 +140,13 @@ class Call:
         try:
             return (spec, *map(self._leaf, leaves))
         except Unkeyable as error:
-            raise Unkeyable(f"extra_key returned {value!r}: {error}") from error
+            raise Unkeyable(f"extra_key returned a {type(value).__name__}: {error}") from error
 
     def _leaf(self, value: Any) -> tuple[Any, ...]:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if value.is_nested:
+                raise Unkeyable(f"{self._name(value)} is a nested tensor")
             if value.layout is not torch.strided:
                 raise Unkeyable(f"{self._name(value)} is a {value.layout} tensor")
             if (place := self._given.setdefault(id(value), len(self.tensors))) < len(self.tensors):
@@ -243,7 +246,7 @@ def context(extra: Any = None) -> Context:
         cpu and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
-        torch.utils._device.CURRENT_DEVICE,
+        _default_device(),
         (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -261,6 +264,14 @@ def context(extra: Any = None) -> Context:
         torch.nn.functional.scaled_dot_product_attention,
         extra,
     )  # fmt: skip
+
+
+def _default_device() -> torch.device | None:
+    """Of `torch.set_default_device` or `with torch.device(...)`, which both push a mode."""
+    for i in reversed(range(torch._C._len_torch_function_stack())):
+        if isinstance(mode := torch._C._get_function_stack_at(i), DeviceContext):
+            return mode.device
+    return None
 
 
 def _attention_backend() -> Any:

@@ -170,8 +170,7 @@ def no_hidden_compiled_code() -> Iterator[None]:
 
     def refuse(callback: Any) -> Any:
         caller = sys._getframe(1).f_code.co_name
-        capture = breaks.local.capture
-        if caller == "compile_wrapper" and capture is not None and not capture.watch.off:
+        if caller == "compile_wrapper" and _watching():
             raise CaptureError("a compiled function is called that could not be found beforehand")
         return enter(callback)
 
@@ -191,10 +190,42 @@ def no_seeding() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """torch's own modules and contexts do in a capture what they do without one.
+
+    Some layers leave their fused path where a function mode is on, which our watcher is. A context
+    of autocast that was made before the call, such as a decorator, switches the cache on again.
+    """
+    asks, caches = torch.overrides.has_torch_function, torch.set_autocast_cache_enabled
+
+    def has_torch_function(tensors: Any) -> bool:
+        by_layer = sys._getframe(1).f_globals["__name__"].startswith("torch.nn.modules.")
+        if not (by_layer and _watching()):
+            return asks(tensors)
+        with torch.overrides._pop_mode_temporarily():
+            return asks(tensors)
+
+    def set_autocast_cache_enabled(enabled: bool) -> None:
+        if not _watching():
+            caches(enabled)
+
+    with put_in_place([
+        (vars(torch.overrides), "has_torch_function", has_torch_function),
+        (vars(torch), "set_autocast_cache_enabled", set_autocast_cache_enabled),
+    ]):  # fmt: skip
+        yield
+
+
+def _watching() -> bool:
+    """Whether this thread runs a forward that is being recorded."""
+    capture = breaks.local.capture
+    return capture is not None and not capture.watch.off
+
+
 def _refusing(seed: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        capture = breaks.local.capture
-        if capture is not None and not capture.watch.off:  # dynamo does so while it compiles
+        if _watching():  # dynamo does so while it compiles
             raise CaptureError("the forward seeds a generator or puts its state back")
         return seed(*args, **kwargs)
 

@@ -90,23 +90,25 @@ class Recording:
         started = time.perf_counter()
         before = self._on.state.known
         generation = self._on.pool.generation()
-        if entry.static is None:
-            with torch.inference_mode(False):  # so that writes into them are counted
-                entry.static = StaticBuffers(call.tensors)
-        entry.static.copy_in(call.tensors)
-        capture = self._backend.capture(
-            self._on.pool.device, generation.memory, entry.static.tensors, self._on.module,
-            self._on.config,
-        )  # fmt: skip
-        capture.stays_out = self._on.stays_out
+        capture: Capture | None = None
         try:
+            if entry.static is None:
+                with torch.inference_mode(False):  # so that writes into them are counted
+                    entry.static = StaticBuffers(call.tensors)
+            entry.static.copy_in(call.tensors)
+            capture = self._backend.capture(
+                self._on.pool.device, generation.memory, entry.static.tensors, self._on.module,
+                self._on.config,
+            )  # fmt: skip
+            capture.stays_out = self._on.stays_out
             out = self._run(capture, entry.static, call)
         except Exception as error:
             self._fallback.raise_if_failed(error, f"recording {entry.label}")
-            capture.effects.undo.roll_back()
+            if capture is not None:
+                capture.effects.undo.roll_back()
             before.restore()
             clear_frames(error)  # their locals would look like survivors
-            self._let_go(generation, capture.known.survivors(None))
+            self._let_go(generation, 0 if capture is None else capture.known.survivors(None))
             if is_out_of_memory(error) and not last_try and self._fallback.free():
                 return self.capture(entry, call, args, kwargs, last_try=True)
             return self._failed(entry, error, capture, args, kwargs)
@@ -176,7 +178,7 @@ class Recording:
             self._on.pool.close(generation)
 
     def _failed(
-        self, entry: Entry, error: Exception, capture: Capture, args: Any, kwargs: Any
+        self, entry: Entry, error: Exception, capture: Capture | None, args: Any, kwargs: Any
     ) -> Any:
         """The eager answer, once a capture is undone. An operation that works there and that no
         segment takes is a break in the next capture."""
@@ -185,10 +187,10 @@ class Recording:
             log.debug("dit_graph: %s: capture failed\n%s", self._on.name, text)
         ours = isinstance(error, CaptureError)
         reason = str(error) if ours else f"capture failed: {brief(error)}"
-        refused, where = capture.refused or (None, "")
+        refused, where = (capture and capture.refused) or (None, "")
         if refused is not None:
             reason += f" in {refused} at {where}"
-        learns = callable(refused) and capture.breakable
+        learns = capture is not None and callable(refused) and capture.breakable
         self._on.talks |= isinstance(error, Collective)
         of_compiled = isinstance(refused, str)  # what it lacked is compiled in the eager answer
         if of_compiled or isinstance(error, Conflict):  # these arguments; others may do
@@ -203,13 +205,24 @@ class Recording:
             except Exception:  # the operation's own error
                 self._on.stays_out.discard(refused)
                 raise
+        elif is_out_of_memory(error):  # what else needs it now may be gone later
+            entry.retire()
+            entry.pause(reason)
         else:
             entry.block(reason)
         self._on.pool.sweep()
         if self._on.config.on_failure == "raise":
             entry.eager[reason] += 1
             raise error
-        return self._fallback(entry, reason, args, kwargs)
+        try:
+            return self._fallback(entry, reason, args, kwargs)
+        except NotReplayed:
+            raise
+        except Exception:  # the forward's own, such as a request that was cancelled
+            if not ours and entry.blocked == reason:
+                entry.blocked = ""
+                entry.unsettled(reason)
+            raise
 
     def _say_unmatched(self, capture: Capture) -> None:
         for pattern in set(self._on.config.breaks) - capture.matched - self._fallback.said:

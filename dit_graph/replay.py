@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.entry import Entry
+from dit_graph.entry import MAX_ATTEMPTS, Entry
 from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
@@ -59,7 +59,7 @@ class Replay:
                 undo.roll_back()
                 return self._broken(entry, error, args, kwargs)
             entry.replays += 1
-            entry.missed = 0
+            entry.missed = entry.broken = 0
             entry.prefer(tape)
             self._on.pool.touch(tape.generation)
             entry.static.copy_back(live, tape.written_inputs)
@@ -117,6 +117,9 @@ class Replay:
         else:
             reason = f"replay failed: {error!r}"
             entry.retire()
+            entry.broken += 1
+            if entry.broken >= MAX_ATTEMPTS:
+                entry.block(reason)
             self._on.pool.sweep()
         if self._on.config.on_failure == "raise":
             entry.eager[reason] += 1

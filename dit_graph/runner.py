@@ -10,6 +10,7 @@ import torch
 
 from dit_graph import breaks
 from dit_graph.backends import backend_named
+from dit_graph.blockers import mode_around
 from dit_graph.entry import Decision, Entries, Entry
 from dit_graph.errors import NewShape, Unkeyable
 from dit_graph.fallback import Fallback
@@ -117,6 +118,8 @@ class Runner:
         self.pool.tick()
         if not self._backend.records:
             return None, Decision("eager", f"backend {self._backend.name}")
+        if mode := mode_around():
+            return None, Decision("eager", mode)
         if change := self.on.state.changed():
             self._invalidate(change)
         if self.on.state.blocker:

@@ -44,6 +44,10 @@ class Slot:
         else:
             self._owner.__dict__[self._name] = self._before
 
+    def calls(self, call: Callable[..., Any]) -> bool:
+        """Whether it stands for `call`."""
+        return self._call is call
+
     def leads_here(self) -> bool:
         """Whether calling the owner still reaches this slot, through other hooks or not."""
         registry = self._owner.__dict__.get("_diffusers_hook")

@@ -142,7 +142,8 @@ class CallWatch(TorchFunctionMode):
         if func is torch.Tensor.data_ptr and not calls_from("triton"):
             raise CaptureError(f"the forward reads an address at {source_line()}")
         if pattern := c.stays_eager(func):
-            return c.eager(func, args, kwargs, reason=f"{func.__name__} ({pattern!r})")
+            c.refuse_modes(reason := f"{func.__name__} ({pattern!r})")
+            return c.eager(func, args, kwargs, reason=reason)
         if func in _READS:
             return _read(c, func, args, kwargs)
         if func in _MAKES:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import dit_graph
 from dit_graph import break_graph, current_call, eager_on_graph
@@ -397,6 +400,144 @@ def test_a_list_that_the_forward_changes_is_eager_by_name(machine: Machine) -> N
     for i in range(4):
         pair(rows(i).to(machine.on), out=[])
     assert list(pair.stats["eager"]) == ["the forward changes a list or dict that it is given"]
+
+
+def test_keywords_without_a_parameter_keep_their_order(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x, **more: m.linear(torch.cat([x, *more.values()]))))
+    for i in range(4):
+        pair(**machine.to({"x": rows(0), "b": rows(i), "a": rows(i + 1)}))
+    for i in range(4):
+        pair(**machine.to({"x": rows(0), "a": rows(i), "b": rows(i + 1)}))
+    assert pair.replays == 4
+
+
+def test_one_tensor_given_twice_stays_one(machine: Machine) -> None:
+    def body(m: Any, x: Any, y: Any, more: Any = ()) -> Any:
+        y.add_(1)
+        return m.linear(x) if x is y else m.linear(x) + y, *more
+
+    pair = machine.pair(Module(body))
+    for i in range(4):
+        x, y = rows(i).to(machine.on), rows(i + 1).to(machine.on)
+        pair(x, y)
+        pair(x, x)
+        pair(x, y, more=[y, x, y])
+    assert pair.replays == 6
+
+
+def test_an_array_of_objects_is_eager_by_name(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x, v: m.linear(x) * v[0]))
+    for i in range(4):
+        x, v = rows(i).to(machine.on), np.array([i, None])
+        assert torch.equal(pair.graphed(x, v), pair.eager(x, v))
+    (reason,) = pair.stats["eager"]
+    assert reason == "argument *1 is a ndarray, which has no value to compare"
+
+
+# ---- what the caller has around a call
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out * 2 if func is torch.nn.functional.linear else out
+
+
+def test_modes_around_a_call_are_eager_by_name(machine: Machine) -> None:
+    pair = run(machine, lambda m, x: m.linear(x), [rows(i) for i in range(4)])
+    x, counted = rows(5).to(machine.on), []
+    with Doubled():
+        pair(x)
+    for module in (pair.graphed, pair.eager):
+        with FlopCounterMode(display=False) as counter:
+            module(x)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+    several = torch.stack([x, x + 1])
+    assert torch.equal(torch.vmap(pair.graphed)(several), torch.vmap(pair.eager)(several))
+    with torch.device(machine.on):  # is in the key
+        for _ in range(3):
+            pair(x)
+    assert sorted(pair.stats["eager"]) == [
+        "Doubled, a torch function mode, would see no operation",
+        "_FlopCounterMode, a torch dispatch mode, would see no operation",
+        "inside a functorch transform, such as vmap",
+    ]
+    assert pair.replays == 3
+
+
+@pytest.mark.parametrize("around", ["autocast", "sdpa", "function mode"])
+@pytest.mark.parametrize("how", ["marked", "pattern", "function"])
+def test_a_marked_break_under_the_forwards_own_modes(
+    machine: Machine, around: str, how: str
+) -> None:
+    @eager_on_graph()
+    def marked(m: Any, h: Any) -> Any:
+        return m.inner(h)
+
+    modes = {
+        "autocast": lambda: torch.autocast(machine.on, torch.bfloat16),
+        "sdpa": lambda: sdpa_kernel(SDPBackend.MATH),
+        "function mode": Doubled,
+    }
+
+    def body(m: Any, x: Any) -> Any:
+        with modes[around]():
+            h = marked(m, x) if how == "marked" else m.inner(x)
+        return m.linear(h.float())
+
+    module = Module(body)
+    module.inner = nn.Linear(8, 8).requires_grad_(False)
+    patterns = {"marked": (), "pattern": ("inner",), "function": ("linear",)}[how]
+    pair = machine.pair(module, breaks=patterns)
+    for i in range(5):
+        pair(rows(i).to(machine.on))
+    if (how, around) == ("function", "function mode"):  # which calls the function itself
+        assert pair.replays == 3
+        return
+    (reason,) = pair.stats["eager"]
+    assert "which a replay of this break would not have" in reason, reason
+    assert pair.replays == 0
+
+
+# ---- what a capture has around a forward
+
+
+@pytest.mark.parametrize("kind", ["layer", "encoder", "attention"])
+def test_layers_with_a_fused_path_keep_it(machine: Machine, kind: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    module = {
+        "layer": layer,
+        "encoder": nn.TransformerEncoder(layer, 2),
+        "attention": Module(lambda m, x: m.inner(x, x, x, need_weights=False)[0]),
+    }[kind]
+    module.inner = nn.MultiheadAttention(32, 4, batch_first=True)
+    pair = machine.pair(module.requires_grad_(False))
+    for i in range(5):
+        pair(torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(i)).to(machine.on))
+    assert pair.replays == 3, pair.stats
+
+
+def test_autocast_as_a_decorator_caches_nothing(machine: Machine) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)  # a weight that wants gradients is what autocast caches
+
+        @torch.autocast(machine.on, dtype=torch.bfloat16)
+        def forward(self, x: Any) -> Any:
+            return self.linear(x) + self.linear(x + 1)
+
+    pair = machine.pair(Net())
+    with torch.no_grad(), torch.autocast(machine.on, dtype=torch.bfloat16):
+        for i in range(6):
+            if i == 4:
+                torch.clear_autocast_cache()
+                for module in (pair.graphed, pair.eager):
+                    module.linear.weight.mul_(2)
+            pair(rows(i).to(machine.on))
+    assert pair.replays == 4, pair.stats
 
 
 # ---- results
@@ -1268,6 +1409,41 @@ def test_a_replay_that_fails_is_answered_eagerly(machine: Machine) -> None:
         pair(rows(i).to(machine.on))
     assert pair.stats["eager"] == {"replay failed: RuntimeError('launch failed')": 1}
     assert pair.replays == 4 and pair.stats["captures"] == 2
+
+
+def test_a_replay_that_always_fails_is_given_up(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x)))
+
+    def broken() -> None:
+        raise RuntimeError(f"launch {pair.handle.stats()['calls']} failed")
+
+    for i in range(20):
+        pair(rows(i).to(machine.on))
+        for install in pair.handle.installs.values():
+            for entry in install.runner.entries.values():
+                for tape in entry.tapes:
+                    tape.steps = [broken]
+    assert pair.stats["captures"] == 3 and len(pair.stats["eager"]) == 3
+    assert "replay failed" in pair.handle.report()
+
+
+def test_an_error_of_the_forwards_own_while_it_is_recorded(machine: Machine) -> None:
+    cancelled = [False]
+
+    def body(m: Any, x: Any) -> Any:
+        if cancelled[0]:
+            raise InterruptedError("cancelled")
+        return m.linear(x)
+
+    pair = machine.pair(Module(body))
+    pair(rows(0).to(machine.on))
+    cancelled[0] = True
+    with pytest.raises(InterruptedError, match="cancelled"):
+        pair.graphed(rows(1).to(machine.on))
+    cancelled[0] = False
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    assert pair.replays == 2, pair.stats
 
 
 def test_the_attention_backend_is_in_the_key(machine: Machine) -> None:

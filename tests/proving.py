@@ -210,7 +210,12 @@ def test_a_miss_names_the_field_that_differs(machine: Machine, caplog: Any) -> N
     assert "t dtype: float64 vs float32" in call(rows(0), t.double())
     assert "x strides" in call(rows(0, 8).t()[:2], t)
     assert "scale: 2 vs not given" in call(rows(0), t, scale=2)
-    assert "extra['a'][0]: a tensor (2, 1) vs not given" in call(rows(0), t, extra={"a": [t]})
+    extra = {"a": [t.clone()]}
+    assert "extra['a'][0]: a tensor (2, 1) vs not given" in call(rows(0), t, extra=extra)
+    for _ in range(3):
+        call(rows(0), t, extra=extra)
+    again = {"a": [t]}
+    assert "extra['a'][0]: a tensor that is another argument too" in call(rows(0), t, extra=again)
     with torch.autocast(machine.on.partition(":")[0], torch.bfloat16):
         assert "autocast" in call(rows(0), t)
     assert "new signature" not in call(rows(0), t)

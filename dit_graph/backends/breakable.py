@@ -20,6 +20,7 @@ from dit_graph.opaque import (
     no_seeding,
     originals,
     put_in_place,
+    unwatched,
 )
 
 
@@ -56,7 +57,7 @@ def _prepared(
 ) -> Iterator[None]:
     changes = _changes(module, capture, patterns)
     capture.originals = originals(changes)
-    with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
+    with put_in_place(changes), no_hidden_compiled_code(), no_seeding(), unwatched():
         yield
 
 

@@ -19,6 +19,7 @@ from transformers import masking_utils
 from transformers.cache_utils import DynamicCache
 
 from dit_graph.buckets import Buckets
+from dit_graph.devices.base import is_out_of_memory
 from dit_graph.errors import CaptureError, DeviceFailed, NotReplayed
 from dit_graph.modes import live
 from dit_graph.modes.bodies import names_in, takes_masks_by_layer
@@ -193,6 +194,8 @@ class Prefill:
         except (DeviceFailed, NotReplayed):
             raise
         except Exception as error:
+            if is_out_of_memory(error):  # says nothing of the body; the next call tries again
+                return out
             wrong = f"it cannot be padded: {error!r}"
         if wrong:
             self._wrong = wrong

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from peft.tuners.lora import LoraLayer
 
 import dit_graph
 from dit_graph.enable import _handles
+from dit_graph.slot import Slot
 from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
@@ -220,6 +222,61 @@ def test_every_pipeline_of_a_scheduler_hears_of_a_picture() -> None:
     pipe.scheduler.set_timesteps(2, mu=1.0)
     after = [h.pictures.number for h in handles]
     assert all(a != b for a, b in zip(after, before))
+
+
+def test_a_pipeline_that_is_gone_keeps_nothing_enabled() -> None:
+    pipe = flux_pipeline()
+    first = dit_graph.enable(pipe, **OPTIONS)
+    for _ in range(5):
+        dit_graph.enable(FluxPipeline(**pipe.components), **OPTIONS)
+    gc.collect()
+    assert len(first.installs["transformer"].handles) <= 2
+    dit_graph.disable(pipe)
+    assert plain(pipe)
+    dit_graph.enable(FluxPipeline(**pipe.components), **OPTIONS)
+    gc.collect()
+    handle = dit_graph.enable(pipe, **OPTIONS | {"backend": "full"})  # nobody has another config
+    handle.disable()
+    assert plain(pipe)
+
+
+def test_a_handle_that_nobody_keeps(caplog: Any) -> None:
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    dit_graph.enable(pipe, **OPTIONS)
+    assert torch.equal(draw(pipe), draw(eager))
+    del pipe.transformer.forward  # as another library's hook may
+    gc.collect()
+    for _ in range(2):
+        assert torch.equal(draw(pipe), draw(eager))
+    assert "the slot of transformer was taken away" in caplog.text
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    assert handle.stats()["replays"] > 0
+    gone = weakref.ref(pipe)
+    del pipe, handle
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_patch_that_comes_and_goes_with_every_picture() -> None:
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    handle = dit_graph.enable(pipe, **OPTIONS)
+
+    def depth() -> int:
+        slot, found = pipe.transformer.__dict__.get("forward"), 0
+        while isinstance(slot, Slot):
+            slot, found = slot._before, found + 1
+        return found
+
+    for _ in range(6):
+        inside = pipe.transformer.forward
+        pipe.transformer.forward = lambda *args, inside=inside, **kwargs: inside(*args, **kwargs)
+        assert torch.equal(draw(pipe), draw(eager))
+        pipe.transformer.forward = inside
+        assert torch.equal(draw(pipe), draw(eager))
+    assert depth() == 1
+    assert handle.report().count("was taken away") == 1
+    handle.disable()
+    assert plain(pipe)
 
 
 def test_a_scheduler_that_outlives_its_pipeline() -> None:

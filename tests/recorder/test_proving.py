@@ -11,6 +11,7 @@ from peft import LoraConfig
 from torch import nn
 
 import dit_graph
+from dit_graph.buffers import StaticBuffers
 from dit_graph.devices import recorder
 from dit_graph.devices.recorder import Recorder
 from tests.contract import Module, rows
@@ -251,6 +252,30 @@ def test_a_device_without_room_for_now_is_tried_again(
     for i in range(100):
         pair(rows(i))
     assert pair.replays > 20
+
+
+@pytest.mark.parametrize("where", ["copy_in", "__init__"])
+def test_no_room_to_stage_the_arguments(machine: Machine, where: str, monkeypatch: Any) -> None:
+    real, short = getattr(StaticBuffers, where), [False]
+
+    def stage(self: Any, tensors: Any) -> None:
+        if short[0]:
+            raise torch.OutOfMemoryError("no room")
+        real(self, tensors)
+
+    monkeypatch.setattr(StaticBuffers, where, stage)
+    pair = machine.pair(Module(plain))
+    pair(rows(0))
+    short[0] = True
+    for i in range(3):
+        pair(rows(i))
+    (reason,) = pair.stats["eager"]
+    assert "no room" in reason
+    assert not pair.handle.installs["Module"].runner.pool.bytes
+    short[0] = False
+    for i in range(100):
+        pair(rows(i))
+    assert pair.replays > 20, "memory that was short for a while is asked for again"
 
 
 @pytest.mark.parametrize("state", ["none", "argument", "python"])

@@ -28,6 +28,7 @@ def forward(x: Any, y: Any = None, *rest: Any, scale: float = 1.0, **kw: Any) ->
 
 
 BIND = Signature(forward).bind
+X, Y = torch.zeros(2), torch.ones(2)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,9 @@ def test_config_is_given_once() -> None:
         (((torch.zeros(2, 3),), {}), ((torch.zeros(3, 2).t(),), {}), False),
         (((torch.zeros(2),), {}), ((torch.zeros(2).half(),), {}), False),
         (((torch.zeros(2),), {}), ((torch.zeros(2, device="meta"),), {}), False),
+        (((X, X), {}), ((Y, Y), {}), True),
+        (((X, X), {}), ((X, Y), {}), False),
+        (((X, [X, Y]), {}), ((X, [Y, Y]), {}), False),
     ],
 )
 def test_keys(a: Any, b: Any, equal: bool) -> None:
@@ -91,7 +95,18 @@ def test_keys(a: Any, b: Any, equal: bool) -> None:
     assert (first == second) is equal and (hash(first) == hash(second) or not equal)
 
 
-def test_key_holds_the_context() -> None:
+def test_the_order_of_names_without_a_parameter_is_in_the_key() -> None:
+    calls = [
+        BIND((1,), dict(kw)) for kw in ({"a": 2, "scale": 3, "b": 4}, {"b": 4, "a": 2, "scale": 3})
+    ]
+    assert calls[0].key != calls[1].key
+    assert [list(call.with_tensors([])[1]) for call in calls] == [
+        ["scale", "a", "b"],
+        ["scale", "b", "a"],
+    ]
+
+
+def test_key_holds_the_context(monkeypatch: Any) -> None:
     x = torch.zeros(2)
     keys = [BIND((x,), {}).key]
     for context in (
@@ -102,6 +117,17 @@ def test_key_holds_the_context() -> None:
     ):
         with context:
             keys.append(BIND((x,), {}).key)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            keys.append(BIND((x,), {}).key)
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    keys.append(BIND((x,), {}).key)
+    torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    keys.append(BIND((x,), {}).key)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", print)
+    keys.append(BIND((x,), {}).key)
     assert len(set(keys)) == len(keys)
 
 
@@ -111,6 +137,8 @@ def test_key_holds_the_context() -> None:
         (((object(),), {}), "argument x is a object, which has no value to compare"),
         (((1,), {"scale": [{"a": print}]}), r"argument scale\[0\]\['a'\] is a builtin"),
         (((torch.zeros(2).to_sparse(),), {}), "argument x is a torch.sparse_coo tensor"),
+        (((torch.nested.nested_tensor([X, Y]),), {}), "argument x is a nested tensor"),
+        (((np.array([None]),), {}), "argument x is a ndarray, which has no value to compare"),
         (((1,), {"x": 1}), "given twice"),
     ],
 )
@@ -165,6 +193,13 @@ def test_any_other_use_of_a_stand_in_pins_it(use: Any) -> None:
     assert number.exact or number.outcomes
 
 
+def test_a_copy_of_a_stand_in_is_a_number() -> None:
+    number = DeviceNumber(0.25)
+    for copied in (copy.copy(number), copy.deepcopy([number])[0]):
+        assert type(copied) is float and copied == 0.25
+    assert number.exact
+
+
 @pytest.mark.parametrize(
     "a, b, equal",
     [
@@ -172,7 +207,8 @@ def test_any_other_use_of_a_stand_in_pins_it(use: Any) -> None:
         ([1, math.nan], [1, math.nan], True), ([1], (1,), False), ([1, 2], [1], False),
         (np.array([math.nan]), np.array([math.nan]), True), (np.zeros(2), np.zeros(3), False),
         (torch.tensor(1.0), torch.tensor(1.0), True), (torch.tensor(1.0), torch.tensor(1), False),
-        ("a", "a", True), (None, None, True), (None, 0, False),
+        ("a", "a", True), (None, None, True), (None, 0, False), (0.0, -0.0, False),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False), (0j, -0j, False),
     ],
 )  # fmt: skip
 def test_same(a: Any, b: Any, equal: bool) -> None:
