@@ -8,16 +8,16 @@ import types
 from collections.abc import Iterable, Iterator, KeysView
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dit_graph.guards import DeviceNumber
 from dit_graph.places import REMOVED, ClassAttributes, Place, SlotAttributes
 from dit_graph.walk import Walk
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _STORAGE = "storage of a parameter, buffer or tensor attribute"
 _GRAD = "requires_grad of a parameter, buffer or tensor attribute"
 
@@ -36,6 +36,7 @@ class Fingerprint:
         self._places = walk.places
         self._tensors = walk.tensors
         self._plain_tensors = [t for t in walk.tensors if _has_address(t)]
+        self._wrappers = [t for t in walk.tensors if is_traceable_wrapper_subclass(t)]
         self._other_tensors = [t for t in walk.tensors if not _has_address(t)]
         self._addresses = self._now()
         self._paths = [path for path, _ in walk.objects]
@@ -114,7 +115,11 @@ class Fingerprint:
         )
 
     def _now(self) -> list[tuple[Any, ...]]:
-        plain = self._plain_tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = [*self._plain_tensors, *chain.from_iterable(map(_wrapped, self._wrappers))]
+            return self._facts(plain)
+
+    def _facts(self, plain: list[torch.Tensor]) -> list[tuple[Any, ...]]:
         return [
             tuple(map(torch.Tensor.data_ptr, plain)),
             tuple(map(torch.Tensor.size, plain)),
@@ -183,5 +188,15 @@ class Fingerprint:
 
 
 def _has_address(t: torch.Tensor) -> bool:
-    """Other kinds, such as quantized subclasses, are compared by identity."""
-    return type(t) in _PLAIN_TENSORS and t.layout is torch.strided
+    """A wrapper has none of its own; sparse and the like are compared by identity."""
+    return t.layout is torch.strided and not is_traceable_wrapper_subclass(t)
+
+
+def _wrapped(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a quantized or other wrapper keeps its data in, which kernels read."""
+    for name in cast(Any, t).__tensor_flatten__()[0]:
+        inner: Any = getattr(t, name)
+        if is_traceable_wrapper_subclass(inner):
+            yield from _wrapped(cast(torch.Tensor, inner))
+        elif inner.layout is torch.strided:
+            yield inner

@@ -4,6 +4,7 @@ import enum
 import functools
 import io
 import logging
+import random
 import sys
 import types
 from collections import deque
@@ -25,7 +26,8 @@ _OPAQUE = (
 _FOREIGN = {
     "builtins", "logging", "threading", "inspect", "weakref", "functools", "_thread", "pathlib",
 }  # fmt: skip
-_LIBRARIES = {"torch", "diffusers", "transformers", "numpy", "dit_graph"} | sys.stdlib_module_names
+_LIBRARIES = {"torch", "numpy", "dit_graph"} | sys.stdlib_module_names
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _INTERNALS = frozenset(vars(torch.nn.Module()))
 _NOT_IN_A_FORWARD = {  # hooks that no call without gradients runs, and how others are called
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
@@ -69,6 +71,7 @@ class Walk:
             (np.ndarray, self._array),
             (HookRegistry, self._registry),
             (functools.partial, self._partial),
+            (_GENERATORS, self._generator),
             (types.MethodType, self._method),
         ):
             if issubclass(kind, base):
@@ -101,6 +104,9 @@ class Walk:
 
     def _iterator(self, path: str, value: Any, plain: bool) -> None:
         self.blocker = f"attribute {path.lstrip('.')} is an iterator"
+
+    def _generator(self, path: str, value: Any, plain: bool) -> None:
+        self.blocker = f"attribute {path.lstrip('.')} is a random generator, which no replay moves"
 
     def _registry(self, path: str, value: Any, plain: bool) -> None:
         self._container(path, value.hooks, False)  # the rest changes as contexts come and go

@@ -4,6 +4,7 @@ import functools
 import io
 import itertools
 import logging
+import random
 import threading
 from collections import deque
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dit_graph
 from dit_graph.state import Fingerprint
@@ -42,6 +44,10 @@ class Slotted:
 class Tripled(Scale):
     def times(self, x: Any) -> Any:
         return super().times(x) * 3
+
+
+class OwnParameter(nn.Parameter):
+    pass
 
 
 class Listed(list[Any]):
@@ -143,6 +149,16 @@ SEEN: dict[str, Any] = {
         lambda m: setattr(m, "chain", nn.Sequential(nn.ReLU(), nn.Softplus())),
         lambda m, x: m.chain(x),
         lambda m: m.chain._modules.update({"0": m.chain._modules.pop("0")}),
+    ),
+    "a parameter of a class of its own": (
+        lambda m: setattr(m, "scale", OwnParameter(torch.ones(8), requires_grad=False)),
+        lambda m, x: x * m.scale,
+        lambda m: setattr(m.scale, "data", torch.full((8,), 3.0)),
+    ),
+    "a method of a library's class": (
+        lambda m: setattr(m, "scale", type("Loaded", (Scale,), {"__module__": "diffusers.own"})()),
+        lambda m, x: m.scale.times(x),
+        lambda m: setattr(type(m.scale), "times", lambda self, x: x * 3),
     ),
     "a set that shrinks": (
         lambda m: setattr(m, "scale", {1, 2}),
@@ -387,6 +403,28 @@ def test_what_is_not_looked_into() -> None:
     assert before.blocker is None
     module.log.extra = {"a": 1}
     assert before.first_change() is None
+
+
+def test_the_memory_of_a_wrapped_weight_is_compared() -> None:
+    def wrapped(value: float) -> nn.Parameter:
+        return nn.Parameter(TwoTensor(torch.full((8,), value), torch.ones(8)), requires_grad=False)
+
+    module = module_with(scale=wrapped(1.0))
+    before = Fingerprint(module)
+    assert before.first_change() is None
+    torch.utils.swap_tensors(module.scale, wrapped(2.0))  # as `to` does it; the object stays
+    assert before.first_change() == "storage of a parameter, buffer or tensor attribute"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: random.Random(0), lambda: np.random.RandomState(0), np.random.default_rng]
+)
+def test_a_generator_of_the_modules_own_is_eager_by_name(machine: Machine, make: Any) -> None:
+    pair = machine.pair(Module(lambda m, x: m.linear(x) * m.draws.random(), draws=make()))
+    for i in range(4):
+        pair(rows(i))
+    (reason,) = pair.stats["eager"]
+    assert reason == "attribute draws is a random generator, which no replay moves"
 
 
 def test_a_class_that_is_only_looked_at_stays_the_same() -> None:
