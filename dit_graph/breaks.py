@@ -90,8 +90,11 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
     Its results are tensors and plain values in any nesting. They must keep structure, shapes,
     strides, dtypes and values from call to call; a change is `BreakResultChanged`, and then a
     function with side effects runs twice in that call. Non-tensor arguments are handed over as they
-    were at capture: state that changes between calls is read from `current_call()`. Inside compiled
-    code it is a plain function and compiled with the rest. Usable bare or with options.
+    were at capture: state that changes between calls is read from `current_call()`. The memory of
+    tensor arguments is the recording's, which writes it anew and frees it: clone what is kept. A
+    replay runs the function under the caller's modes (autocast and the like); a forward that sets
+    others around it is eager by name. Inside compiled code it is a plain function and compiled with
+    the rest. Usable bare or with options.
 
     Args:
         pure: the function has no side effect, so a replay may run it a second time.

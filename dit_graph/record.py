@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -72,9 +72,14 @@ class Recording:
     def _owned(self, out: Any, call: Call) -> Any:
         """The caller's own copy; what aliases an argument or the module stays what it is."""
         known = {t.untyped_storage()._cdata for t in [*call.tensors, *self._on.state.tensors()]}
-        return pytree.tree_map_only(
-            torch.Tensor, lambda t: t if t.untyped_storage()._cdata in known else own(t), out
-        )
+
+        def copy(t: torch.Tensor) -> torch.Tensor:
+            if t.untyped_storage()._cdata in known:
+                return t
+            self._on.pool.device.reads(t)  # it was made on the stream of cold calls
+            return cast(torch.Tensor, own(t))
+
+        return pytree.tree_map_only(torch.Tensor, copy, out)
 
     def capture(
         self, entry: Entry, call: Call, args: Any, kwargs: Any, last_try: bool = False

@@ -124,6 +124,7 @@ def _picture(
         fixed |= {"height": size[0], "width": size[1]}
     fixed = {name: value for name, value in fixed.items() if name in taken}
     fixed |= model.more(type(pipe), options)  # which knows what a call with **kwargs takes
+    model.check_given(type(pipe), {*fixed, "prompt", "generator"})
     if options.latent and "output_type" not in taken:
         raise UsageError(f"--latent: {type(pipe).__name__} takes no output_type")
     prompted = shape is None and "prompt" in taken

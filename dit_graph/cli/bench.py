@@ -140,6 +140,8 @@ def _wholes(text: str) -> tuple[int, ...]:
 
 def _variants(text: str) -> tuple[str, ...]:
     names = _listed(text)
+    if not names:
+        raise argparse.ArgumentTypeError(f"names nothing to measure; known: {', '.join(VARIANTS)}")
     if unknown := [name for name in names if name not in VARIANTS]:
         known = ", ".join(VARIANTS)
         raise argparse.ArgumentTypeError(f"knows no {unknown[0]!r}; known: {known}")

@@ -6,7 +6,7 @@ What can be said from a pipeline's class or folder is said before anything is lo
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dit_graph.cli.parser import Size
 from dit_graph.embedded.concepts import ConceptIndex
 from dit_graph.embedded.pipeline import EmojiPipeline, check_size
 
+_OF_EACH_CALL = ("prompt", "generator", "height", "width")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -120,6 +121,7 @@ def arguments(cls: type, options: Options) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     _check_taken(cls, options, given)
     given |= more(cls, options)
+    check_given(cls, {*given, *_OF_EACH_CALL})
     if "num_frames" in taken and given.setdefault("num_frames", 1) != 1 and options.draws:
         raise UsageError("--pipeline-kwargs num_frames: pictures are drawn here, so it must be 1")
     return {**given, "output_type": "pil"} if "output_type" in taken else given
@@ -132,9 +134,21 @@ def _check_taken(cls: type, options: Options, given: Iterable[str]) -> None:
     for name in (*always, *given, *sorted(sides)):
         if name not in taken:
             needs = options.spelling[name]
-            raise UsageError(f"{cls.__name__} takes no {name}, which {needs} needs")
+            hint = "; explain and bench can run it" if name == "prompt" and options.draws else ""
+            raise UsageError(f"{cls.__name__} takes no {name}, which {needs} needs{hint}")
     if options.loras and not (hasattr(cls, "load_lora_weights") or cls is EmojiPipeline):
         raise UsageError(f"{cls.__name__} takes no LoRA, which --lora needs")
+
+
+def check_given(cls: type, given: Collection[str]) -> None:
+    """Raises UsageError where a call of the class needs an argument beside the `given` ones."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for name, one in taken_by(cls).items():
+        needed = one.kind in named and one.default is inspect.Parameter.empty
+        if needed and name != "self" and name not in given:
+            raise UsageError(
+                f"{cls.__name__} needs {name}; give it with --pipeline-kwargs '{{\"{name}\": ...}}'"
+            )
 
 
 def more(cls: type, options: Options) -> dict[str, Any]:

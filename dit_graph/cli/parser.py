@@ -40,7 +40,7 @@ def whole(low: int) -> Callable[[str], int]:
             value = low - 1
         if not low <= value < 2**63:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number of at least {low}, got {text!r}"
+                f"must be a whole number of at least {low} and below 2**63, got {text!r}"
             )
         return value
 

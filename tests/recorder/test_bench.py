@@ -133,6 +133,7 @@ def test_a_process_that_fails_ends_all_by_name() -> None:
     ("argv", "says"),
     [
         (["--compare", "eager,fast"], "knows no 'fast'; known: eager"),
+        (["--compare", ","], "names nothing to measure; known: eager"),
         (["--model", "flux-dev", "--prompt", "a fox"], "take no prompt"),
         (["--model", "flux-dev", "--what", "prefill"], "draws pictures; leave --what prefill out"),
         (["--model", "qwen3-4b"], "is an LLM; add --what prefill"),
@@ -388,6 +389,8 @@ def test_a_saved_pipeline_draws_at_its_own_size(
 ) -> None:
     """One that takes no prompt too."""
     dit(Machine("recorder", "cpu")).save_pretrained(tmp_path / "dit")
+    assert main([*HERE, "--model", str(tmp_path / "dit")]) == 2
+    assert "DiTPipeline needs class_labels; give it with" in capsys.readouterr().err
     labels = ["--pipeline-kwargs", '{"class_labels": [1]}']
     assert main([*HERE, "--model", str(tmp_path / "dit"), *labels, "--compare", "full"]) == 0
     _, graphs = record(capsys)["rows"]

@@ -91,6 +91,11 @@ def test_a_pipeline_that_takes_no_prompt(capsys: pytest.CaptureFixture[str]) -> 
     Path("other/model_index.json").write_text('{"_class_name": "DiTPipeline"}')
     line = refused(capsys, "./other", "--prompt", "fox")
     assert "DiTPipeline takes no prompt, which --prompt needs" in line
+    line = refused(capsys, "./other", "--device", "recorder")
+    assert (
+        """DiTPipeline needs class_labels; give it with --pipeline-kwargs '{"class_labels":"""
+        in line
+    )
     argv = ["./other", "--device", "recorder", "--pipeline-kwargs", '{"class_labels": [1]}']
     assert refused(capsys, *argv).endswith("loaded too early"), "nothing else is wrong with it"
 

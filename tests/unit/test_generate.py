@@ -276,6 +276,7 @@ def unloadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["fox", "--steps", "0"], ["--steps", "at least 1", "'0'"]),
         (["fox", "--steps", "many"], ["--steps", "'many'"]),
         (["fox", "--seed", "-1"], ["--seed", "at least 0", "'-1'"]),
+        (["fox", "--seed", "9" * 20], ["--seed", "below 2**63", "9" * 20]),
         (["fox", "--num-images-per-prompt", "0"], ["--num-images-per-prompt", "'0'"]),
         (["fox", "--guidance-scale", "nan"], ["--guidance-scale", "'nan'"]),
         (["fox", "--dtype", "int8"], ["--dtype", "'int8'", "bf16"]),
@@ -316,7 +317,11 @@ def test_no_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("cls", "argv", "parts"),
     [
-        ("DiTPipeline", [], ["DiTPipeline takes no prompt, which PROMPT needs"]),
+        (
+            "DiTPipeline",
+            [],
+            ["DiTPipeline takes no prompt, which PROMPT needs; explain and bench can run it"],
+        ),
         ("FluxPipeline", ["--pipeline-kwargs", '{"style": 1}'], ["style: FluxPipeline takes no"]),
         ("WanPipeline", ["--num-images-per-prompt", "2"], ["WanPipeline takes no num_images_per"]),
         ("WanPipeline", ["--pipeline-kwargs", '{"num_frames": 81}'], ["num_frames", "must be 1"]),
