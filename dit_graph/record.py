@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import traceback
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,6 +20,7 @@ from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.guards import host_generators
 from dit_graph.key import Call, context
+from dit_graph.proof import difference
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape, own
 
@@ -93,7 +94,7 @@ class Recording:
             return self.cold(entry, call, args, kwargs)
         entry.threads = 0
         started = time.perf_counter()
-        before = self._on.state.known
+        before, seeds = self._on.state.known, self._on.seeds()
         generation = self._on.pool.generation()
         capture: Capture | None = None
         try:
@@ -130,7 +131,39 @@ class Recording:
         survivors = capture.known.survivors(out)
         self._keep(entry, generation, tape, before, survivors)
         self._on.pool.sweep()
-        return result
+        if tape not in entry.tapes or not entry.proof.compares(tape):
+            return result
+        return self.compared("recording", entry, tape, result, seeds, args, kwargs)
+
+    def compared(
+        self, what: Literal["recording", "replay"], entry: Entry, tape: Tape, result: Any,
+        seeds: Any, args: Any, kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Answer with eager's result, and keep the recording only if `result` has the same bits.
+
+        `seeds`: where the generators stood before the call, if it draws.
+        """
+        after = self._on.seeds() if tape.draws else []
+        self._on.reseed(seeds if tape.draws else [])
+        try:
+            expected = self._on.original(*args, **kwargs)
+        except torch.OutOfMemoryError:  # eager's memory and the recording's do not fit together
+            entry.proof.left_out = "not compared: out of memory"
+            self._on.reseed(after)
+            return result
+        if differs := difference(result, expected):
+            reason = f"verify: the {what} differs from eager: {differs}"
+            entry.block(reason)
+            if what == "replay":
+                entry.replays -= 1
+            else:
+                entry.captures -= 1
+            self._on.pool.sweep()
+            self._fallback.say(entry.eager, reason)
+        else:
+            entry.proof.compared += 1
+            entry.proof.has_run_eagerly()
+        return expected
 
     def _run(self, capture: Capture, static: StaticBuffers, call: Call) -> Any:
         """The forward on the staged arguments, written down on the capture's tape.

@@ -5,14 +5,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from dit_graph.entry import MAX_ATTEMPTS, Entry
 from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.key import Call
-from dit_graph.proof import difference
 from dit_graph.record import Recording
 from dit_graph.tape import Tape, Undo
 
@@ -63,9 +60,10 @@ class Replay:
             entry.prefer(tape)
             self._on.pool.touch(tape.generation)
             entry.static.copy_back(live, tape.written_inputs)
-            if entry.proof.compares(tape):
-                return self._compared(entry, tape, result, seeds, args, kwargs)
-            return result
+            if not entry.proof.compares(tape):
+                return result
+            tape.compared = True
+            return self._recording.compared("replay", entry, tape, result, seeds, args, kwargs)
         if not entry.may_record_another(self._on.config.max_variants):
             reason = entry.gave_up or f"another value at every call: {mismatch}"
             return self._fallback(entry, reason, args, kwargs)
@@ -82,33 +80,6 @@ class Replay:
         timer.stop()
         (gate.replay if what == "replay" else gate.eager).append(timer)
         return out
-
-    def _compared(
-        self, entry: Entry, tape: Tape, result: Any, seeds: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """Answer with eager's result, and keep the recording only if it gave the same bits.
-
-        `seeds`: where the generators stood before the replay, if it draws.
-        """
-        tape.compared = True
-        after = self._on.seeds() if tape.draws else []
-        self._on.reseed(seeds if tape.draws else [])
-        try:
-            expected = self._on.original(*args, **kwargs)
-        except torch.OutOfMemoryError:  # eager's memory and the recording's do not fit together
-            entry.proof.left_out = "not compared: out of memory"
-            self._on.reseed(after)
-            return result
-        if differs := difference(result, expected):
-            reason = f"verify: the replay differs from eager: {differs}"
-            entry.block(reason)
-            entry.replays -= 1
-            self._on.pool.sweep()
-            self._fallback.say(entry.eager, reason)
-        else:
-            entry.proof.compared += 1
-            entry.proof.has_run_eagerly()
-        return expected
 
     def _broken(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
         """A replay raised: the call is eager's, and a recording that is broken goes."""

@@ -74,15 +74,28 @@ def test_each_variant_and_signature_is_compared_once(machine: Machine, monkeypat
     for _ in range(4):
         for value in (1.0, -1.0):
             pair(torch.full((2, 8), value, device=machine.on))
-    assert pair.replays == 5 and len(calls) == 3 + 2  # cold, two captures, two comparisons
-    assert "bit-equal when compared (2x)" in pair.handle.report()
+    # cold, two captures, and both compared when they are made and at their first replay
+    assert pair.replays == 5 and len(calls) == 3 + 4
+    assert "bit-equal when compared (4x)" in pair.handle.report()
+
+
+def test_a_wrong_recording_is_found_before_it_is_seen(machine: Machine, caplog: Any) -> None:
+    def body(m: Any, x: Any) -> Any:
+        return m.linear(x) * (2 if dit_graph.breaks.capturing() else 1)
+
+    pair = machine.pair(Module(body), verify="first")
+    for i in range(4):
+        pair(rows(i).to(machine.on))
+    assert "verify: the recording differs from eager" in caplog.text
+    assert pair.replays == 0 and pair.stats["captures"] == 0
+    assert "verify: the recording differs" in pair.handle.report()
 
 
 def test_always_compares_every_replay(machine: Machine, monkeypatch: Any) -> None:
     pair = machine.pair(Module(plain), verify="always")
     for i in range(6):
         pair(rows(i).to(machine.on))
-    assert "bit-equal when compared (4x)" in pair.handle.report()
+    assert "bit-equal when compared (5x)" in pair.handle.report()
     corrupt(monkeypatch)
     assert pair.stats["eager"] == {}
     pair(rows(7).to(machine.on))
@@ -117,7 +130,7 @@ def test_a_forward_that_draws_is_compared_and_draws_once(machine: Machine) -> No
     pair = machine.pair(Module(lambda m, x: m.linear(x) + torch.rand_like(x)), verify="always")
     for i in range(6):
         pair(rows(i).to(machine.on), seed=i)
-    assert pair.replays == 4 and "bit-equal when compared (4x)" in pair.handle.report()
+    assert pair.replays == 4 and "bit-equal when compared (5x)" in pair.handle.report()
 
 
 # ---- what differs from eager, as text

@@ -150,7 +150,7 @@ def test_verification_finds_what_a_launch_has_frozen(machine: Machine) -> None:
     for i in range(5):
         module(rows(i).to(CUDA))
     (reason,) = handle.stats()["eager"]
-    assert reason.startswith("verify: the replay differs from eager")
+    assert reason.startswith("verify: the recording differs from eager")
 
 
 # 39, 40: two hundred sizes
