@@ -198,5 +198,5 @@ def _wrapped(t: torch.Tensor) -> Iterator[torch.Tensor]:
         inner: Any = getattr(t, name)
         if is_traceable_wrapper_subclass(inner):
             yield from _wrapped(cast(torch.Tensor, inner))
-        elif inner.layout is torch.strided:
+        elif isinstance(inner, torch.Tensor) and inner.layout is torch.strided:  # or a device mesh
             yield inner
