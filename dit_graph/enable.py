@@ -1,5 +1,6 @@
 """`enable` and `disable`: puts a Runner in front of each denoiser's forward, and takes it away."""
 
+import copy
 import logging
 import weakref
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ class Handle:
         self._target = weakref.ref(target)
         self._pool: Pool | None = None
         self._disabled = False
+        self._last: tuple[dict[str, Any], str, Explanation] | None = None  # once disabled
         self._said: set[str] = set()
         self.installs: dict[str, Install] = {}
         self.components: dict[str, Any] = {}  # of the pipeline; an install may lie inside of one
@@ -108,10 +110,13 @@ class Handle:
 
     def stats(self) -> dict[str, Any]:
         """`calls`, `cold`, `captures` and `replays` as ints, `eager` as reason → count."""
-        return totals(self.installs.values())
+        return copy.deepcopy(self._last[0]) if self._last else totals(self.installs.values())
 
     def report(self) -> str:
-        """What is recorded, what is not and why, as text."""
+        """What is recorded, what is not and why, as text; after `disable` as it was then."""
+        return self._last[1] if self._last else self._render()
+
+    def _render(self) -> str:
         return render(self.installs.values(), self._replaced(), self._syncs_removed())
 
     def explain(self, *, time: bool = False) -> Explanation:
@@ -119,8 +124,10 @@ class Handle:
 
         Args:
             time: also run the steps of each recording one by one and take their times, where a run
-                has no effect; the others say why not.
+                has no effect; the others say why not. After `disable` there are none to run.
         """
+        if self._last:
+            return self._last[2]
         removed = self._syncs_removed()
         return explain(self.installs.values(), self._replaced(), time, removed)
 
@@ -143,6 +150,9 @@ class Handle:
                 _installs.pop(id(install.module), None)
         if self._pool is not None:
             self._pool.device.trim()
+        # whoever keeps the handle is not to keep the weights
+        self._last = (self.stats(), self.report(), self.explain())
+        self.installs, self.components, self._pool = {}, {}, None
 
     def __enter__(self) -> "Handle":
         return self

@@ -355,6 +355,19 @@ def test_a_module_that_is_compiled_as_a_whole(first: str) -> None:
     assert torch.equal(module(rows(5)), expected(rows(5)))
 
 
+def test_a_disabled_handle_keeps_its_report_and_no_weights() -> None:
+    pipe = flux_pipeline()
+    with dit_graph.enable(pipe, **OPTIONS) as handle:
+        draw(pipe)
+    stats, report, gone = handle.stats(), handle.report(), weakref.ref(pipe.transformer)
+    del pipe
+    gc.collect()
+    assert gone() is None
+    assert stats["replays"] and "! disabled" in report and "cold 1" in report
+    assert (handle.stats(), handle.report()) == (stats, report)
+    assert str(handle.explain()).startswith("transformer (FluxTransformer2DModel) on cpu")
+
+
 def test_a_disabled_handle_says_so() -> None:
     """And puts nothing back in."""
     pipe = flux_pipeline()

@@ -166,8 +166,9 @@ def test_a_budget_holds_over_two_hundred_sizes(machine: Machine, small_chunks: i
         held.append(pair.handle.installs["Sequential"].runner.pool.bytes)
     assert max(held) <= 64 * small_chunks and max(held) > 32 * small_chunks
     assert pair.replays >= 600 and pair.stats["eager"] == {}
+    pool = pair.handle.installs["Sequential"].runner.pool
     pair.handle.disable()
-    assert pair.handle.installs["Sequential"].runner.pool.bytes == 0
+    assert pool.bytes == 0
 
 
 def test_a_recording_larger_than_the_budget_is_eager_by_name(
