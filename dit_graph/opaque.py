@@ -190,9 +190,8 @@ def no_seeding() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """torch's own modules and contexts do in a capture what they do without one.
+def unwatched() -> Changes:
+    """With these torch's own modules and contexts do in a capture what they do without one.
 
     Some layers leave their fused path where a function mode is on, which our watcher is. A context
     of autocast that was made before the call, such as a decorator, switches the cache on again.
@@ -210,11 +209,10 @@ def unwatched() -> Iterator[None]:
         if not _watching():
             caches(enabled)
 
-    with put_in_place([
+    return [
         (vars(torch.overrides), "has_torch_function", has_torch_function),
         (vars(torch), "set_autocast_cache_enabled", set_autocast_cache_enabled),
-    ]):  # fmt: skip
-        yield
+    ]
 
 
 def _watching() -> bool:

@@ -102,6 +102,24 @@ def test_nothing_is_compiled_in_a_recording(machine: Machine, name: str, mode: s
     assert pair.replays == 3 and pair.stats["eager"] == {}, pair.handle.report()
 
 
+def test_a_compiled_layer_with_a_fused_path_is_compiled_once(machine: Machine) -> None:
+    """What a capture changes in torch itself is put back for compiled code: dynamo compares it."""
+    built = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        built.append(dit_graph.breaks.capturing())
+        return graph.forward
+
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).requires_grad_(False)
+    block = Module(lambda m, x: m.layer(x).sin(), layer=layer)
+    module = Module(lambda m, x: m.blocks[0](x) + 1, blocks=nn.ModuleList([block]))
+    pair = compiled_pair(machine, module, backend)
+    for i in range(5):
+        with torch.no_grad():
+            pair(torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(i)).to(machine.on))
+    assert pair.replays == 3 and not any(built) and built, (pair.stats, built)
+
+
 def test_casts_of_compiled_code_do_not_outlive_a_recording(machine: Machine) -> None:
     """The next cast in the caller's own autocast finds none that a replay writes over."""
     kind = torch.device(machine.on).type

@@ -55,9 +55,9 @@ def prepared(
 def _prepared(
     module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
 ) -> Iterator[None]:
-    changes = _changes(module, capture, patterns)
+    changes = [*_changes(module, capture, patterns), *unwatched()]
     capture.originals = originals(changes)
-    with put_in_place(changes), no_hidden_compiled_code(), no_seeding(), unwatched():
+    with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
         yield
 
 
