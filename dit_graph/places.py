@@ -17,7 +17,8 @@ REMOVED = object()
 class Place:
     """One container with what it held.
 
-    `plain` for a dict that may be a memo table, `ordered` for one whose order is state: submodules.
+    `plain` for a dict that may be a memo table, `ordered` for one whose order is state: any but the
+    attributes of an object.
     """
 
     path: str

@@ -150,6 +150,11 @@ SEEN: dict[str, Any] = {
         lambda m, x: m.chain(x),
         lambda m: m.chain._modules.update({"0": m.chain._modules.pop("0")}),
     ),
+    "the order of a dict": (
+        lambda m: setattr(m, "scale", {"a": 1.0, "b": 3.0}),
+        lambda m, x: x * next(iter(m.scale.values())),
+        lambda m: m.scale.update(a=m.scale.pop("a")),
+    ),
     "a parameter of a class of its own": (
         lambda m: setattr(m, "scale", OwnParameter(torch.ones(8), requires_grad=False)),
         lambda m, x: x * m.scale,
