@@ -84,6 +84,7 @@ class Capture:
             try:
                 with self.watch:
                     self._function_modes = torch._C._len_torch_function_stack()
+                    self._dispatch_modes = torch._C._len_torch_dispatch_stack()
                     yield
                 if self.refused is not None:  # the forward caught it, and went another way
                     raise CaptureError("the forward catches that an operation cannot be captured")
@@ -237,9 +238,13 @@ class Capture:
     def refuse_modes(self, reason: str) -> None:
         """A replay runs a break under the caller's modes, not under those of its place here."""
         pairs = zip(Context._fields, context(), self._context)
-        what = [name.replace("_", " ") for name, here, outside in pairs if here != outside]
+        differ = [name for name, here, outside in pairs if here != outside]
+        # gradients change no bits, and a call that needs them does not get here
+        what = [name.replace("_", " ") for name in differ if name != "grad_mode"]
         if torch._C._len_torch_function_stack() > self._function_modes:
             what.append("a torch function mode")
+        if torch._C._len_torch_dispatch_stack() > self._dispatch_modes:
+            what.append("a torch dispatch mode")
         if what:
             raise CaptureError(
                 f"the forward sets {', '.join(what)} around {reason}, which a replay of this break"

@@ -113,7 +113,7 @@ class Handle:
         return copy.deepcopy(self._last[0]) if self._last else totals(self.installs.values())
 
     def report(self) -> str:
-        """What is recorded, what is not and why, as text; after `disable` as it was then."""
+        """What is recorded, what is not and why, as text; after `disable` what its counts were."""
         return self._last[1] if self._last else self._render()
 
     def _render(self) -> str:
@@ -140,7 +140,7 @@ class Handle:
         target = self._target()
         if _handles.get(id(target)) is self:  # a later `enable` may have made another
             del _handles[id(target)]
-            _of_pipelines.pop(target, None)
+            vars(target).pop(_KEPT, None)
         for install in self.installs.values():
             if self in install.handles:
                 install.handles.remove(self)
@@ -153,6 +153,9 @@ class Handle:
         # whoever keeps the handle is not to keep the weights
         self._last = (self.stats(), self.report(), self.explain())
         self.installs, self.components, self._pool = {}, {}, None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()  # a copy of the pipeline is not graphed
 
     def __enter__(self) -> "Handle":
         return self
@@ -215,8 +218,7 @@ def _drop_dead(install: Install) -> None:
 # the module keeps its install (slot → install → handle), so both go when the module goes
 _installs: "weakref.WeakValueDictionary[int, Install]" = weakref.WeakValueDictionary()
 _handles: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()
-# another library's hook may take that slot away; a module, which the handle holds, keeps none
-_of_pipelines: "weakref.WeakKeyDictionary[Any, Handle]" = weakref.WeakKeyDictionary()
+_KEPT = "_dit_graph_handle"  # where a pipeline keeps its handle: a hook may take that slot away
 
 
 def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: Any) -> Handle:
@@ -241,9 +243,10 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
     known = _handle_of(pipe_or_module)
     modules = parts(pipe_or_module, chosen)
     for name, (module, wanted) in modules.items():
-        if (install := _installs.get(id(module))) is not None:
-            _drop_dead(install)
         install = _installs.get(id(module))
+        if install is not None and install.config != wanted:
+            _drop_dead(install)
+            install = _installs.get(id(module))
         if install is not None and install.config != wanted:
             raise AlreadyEnabled(
                 f"{name} is already graphed with {install.config.against(wanted)}; disable it first"
@@ -260,6 +263,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
                 _installs[id(module)] = install = Install(name, module, handle, wanted)
             else:
                 install.handles.append(handle)
+                _drop_dead(install)
             handle.installs[name] = install
             handle.components[name] = getattr(pipe_or_module, name, module)
     except Exception:
@@ -267,7 +271,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
         raise
     _handles[id(pipe_or_module)] = handle
     if not isinstance(pipe_or_module, torch.nn.Module):
-        _of_pipelines[pipe_or_module] = handle
+        vars(pipe_or_module)[_KEPT] = handle
     return handle
 
 

@@ -24,6 +24,24 @@ _PLAIN = (
 )  # fmt: skip
 
 
+class Identity:
+    """Equal to nothing but what stands for the same object."""
+
+    __slots__ = ("it",)
+
+    def __init__(self, it: Any) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+    def __repr__(self) -> str:
+        return repr(self.it)
+
+
 class Context(NamedTuple):
     """What else decides which kernels run, by the name that a message gives it."""
 
@@ -261,7 +279,7 @@ def context(extra: Any = None) -> Context:
          blas.matmul.allow_bf16_reduced_precision_reduction, blas.matmul.allow_fp16_accumulation),
         torch._C._get_blas_preferred_backend(),
         _attention_backend(),
-        torch.nn.functional.scaled_dot_product_attention,
+        Identity(torch.nn.functional.scaled_dot_product_attention),
         extra,
     )  # fmt: skip
 

@@ -17,8 +17,7 @@ REMOVED = object()
 class Place:
     """One container with what it held.
 
-    `plain` for a dict that may be a memo table, `ordered` for one whose order is state: any but the
-    attributes of an object.
+    `plain` for a dict that may be a memo table, `ordered` for one whose order is state: submodules.
     """
 
     path: str

@@ -147,7 +147,10 @@ class Recording:
         self._on.reseed(seeds if tape.draws else [])
         try:
             expected = self._on.original(*args, **kwargs)
-        except torch.OutOfMemoryError:  # eager's memory and the recording's do not fit together
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # eager's memory and the recording's do not fit together
             entry.proof.left_out = "not compared: out of memory"
             self._on.reseed(after)
             return result
@@ -258,8 +261,7 @@ class Recording:
             raise
         except Exception:  # the forward's own, such as a request that was cancelled
             if not ours and entry.blocked == reason:
-                entry.blocked = ""
-                entry.unsettled(reason)
+                entry.blocked = ""  # it says nothing of the recording
             raise
 
     def _say_unmatched(self, capture: Capture) -> None:

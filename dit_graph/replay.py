@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from dit_graph.devices.base import is_out_of_memory
 from dit_graph.entry import MAX_ATTEMPTS, Entry
 from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.fallback import Fallback
@@ -88,7 +89,10 @@ class Replay:
         else:
             reason = f"replay failed: {error!r}"
             entry.retire()
-            entry.broken += 1
+            if is_out_of_memory(error):
+                entry.pause(reason)
+            else:
+                entry.broken += 1
             if entry.broken >= MAX_ATTEMPTS:
                 entry.block(reason)
             self._on.pool.sweep()

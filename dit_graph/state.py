@@ -77,7 +77,7 @@ class Fingerprint:
         self._held = list(chain.from_iterable(self._values))
 
     def _methods_now(self) -> Iterator[Any]:
-        return (getattr(cls, name, None) for cls, name in self._methods)
+        return (_found(cls, name) for cls, name in self._methods)
 
     def _classes_stayed(self) -> bool:
         return all(map(is_, map(type, self._objects), self._classes)) and all(
@@ -185,6 +185,10 @@ class Fingerprint:
         for value, cls in zip(self._objects, self._classes):
             if type(value) is not cls:
                 value.__class__ = cls
+
+
+def _found(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _has_address(t: torch.Tensor) -> bool:

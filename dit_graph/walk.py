@@ -142,7 +142,7 @@ class Walk:
             self.places.append(Place(path, attributes, dict(attributes)))
             self._todo += ((f"{path}.{key}", child, True) for key, child in attributes.items())
         if isinstance(value, dict):
-            self.places.append(Place(path, value, dict(value), plain, ordered=True))
+            self.places.append(Place(path, value, dict(value), plain, ordered=not plain))
             self._todo += ((f"{path}{step_name(key)}", child, True) for key, child in value.items())
             return
         if isinstance(value, (list, deque, set)):

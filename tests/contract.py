@@ -12,6 +12,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit_graph
@@ -466,7 +467,13 @@ def test_modes_around_a_call_are_eager_by_name(machine: Machine) -> None:
     assert pair.replays == 3
 
 
-@pytest.mark.parametrize("around", ["autocast", "sdpa", "function mode"])
+class DoubledBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out * 2 if func is torch.ops.aten.addmm.default else out
+
+
+@pytest.mark.parametrize("around", ["autocast", "sdpa", "function mode", "dispatch mode"])
 @pytest.mark.parametrize("how", ["marked", "pattern", "function"])
 def test_a_marked_break_under_the_forwards_own_modes(
     machine: Machine, around: str, how: str
@@ -479,6 +486,7 @@ def test_a_marked_break_under_the_forwards_own_modes(
         "autocast": lambda: torch.autocast(machine.on, torch.bfloat16),
         "sdpa": lambda: sdpa_kernel(SDPBackend.MATH),
         "function mode": Doubled,
+        "dispatch mode": DoubledBelow,
     }
 
     def body(m: Any, x: Any) -> Any:
@@ -498,6 +506,22 @@ def test_a_marked_break_under_the_forwards_own_modes(
     (reason,) = pair.stats["eager"]
     assert "which a replay of this break would not have" in reason, reason
     assert pair.replays == 0
+
+
+def test_no_grad_around_a_marked_break(machine: Machine) -> None:
+    @eager_on_graph()
+    def marked(m: Any, h: Any) -> Any:
+        return m.linear(h)
+
+    def body(m: Any, x: Any) -> Any:
+        with torch.no_grad():
+            return marked(m, x) + 1
+
+    pair = machine.pair(Module(body))
+    with torch.enable_grad():
+        for i in range(5):
+            pair(rows(i).to(machine.on))
+    assert pair.replays == 3, pair.stats
 
 
 # ---- what a capture has around a forward
@@ -1437,13 +1461,15 @@ def test_an_error_of_the_forwards_own_while_it_is_recorded(machine: Machine) -> 
 
     pair = machine.pair(Module(body))
     pair(rows(0).to(machine.on))
-    cancelled[0] = True
-    with pytest.raises(InterruptedError, match="cancelled"):
-        pair.graphed(rows(1).to(machine.on))
-    cancelled[0] = False
+    for _ in range(5):
+        cancelled[0] = True
+        with pytest.raises(InterruptedError, match="cancelled"):
+            pair.graphed(rows(1).to(machine.on))
+        cancelled[0] = False
+        pair(rows(0).to(machine.on))  # cold again
     for i in range(4):
         pair(rows(i).to(machine.on))
-    assert pair.replays == 2, pair.stats
+    assert pair.replays == 3, pair.stats
 
 
 def test_the_attention_backend_is_in_the_key(machine: Machine) -> None:

@@ -147,7 +147,8 @@ class Pictures:
         self.listen()
         if pipe is None or self._scheduler is None:
             return self._said
-        return _scheduler_of(pipe) is self._scheduler
+        heard = self._slot is not None and self._slot.leads_here()
+        return heard and _scheduler_of(pipe) is self._scheduler
 
     @property
     def target_is_alive(self) -> bool:
@@ -163,7 +164,7 @@ class Pictures:
 
     def begin(self, said: bool = False) -> None:
         """A picture begins now; `said` where that is `handle.new_picture()`."""
-        self._said = said
+        self._said |= said
         self.number = next(self._numbers)
         self._begun()
 

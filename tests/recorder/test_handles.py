@@ -1,7 +1,9 @@
 """Handles and slots: shared schedulers, repeated and crossed disabling, callbacks, compilation."""
 
 import copy
+import functools
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -113,6 +115,7 @@ def test_a_loop_of_the_users_own_is_compared_at_every_call() -> None:
             assert torch.equal(pipe.transformer(**call)[0], eager.transformer(**call)[0])
         assert set(numbers()) == {None}
         handle.new_picture()
+        pipe.scheduler.set_timesteps(4, mu=1.0)  # a loop of one's own may do so after it
         for _ in range(4):
             pipe.transformer(**call)
     assert len(set(numbers())) == 1 and None not in numbers()
@@ -249,12 +252,76 @@ def test_a_handle_that_nobody_keeps(caplog: Any) -> None:
     for _ in range(2):
         assert torch.equal(draw(pipe), draw(eager))
     assert "the slot of transformer was taken away" in caplog.text
-    handle = dit_graph.enable(pipe, **OPTIONS)
-    assert handle.stats()["replays"] > 0
-    gone = weakref.ref(pipe)
-    del pipe, handle
+    assert dit_graph.enable(pipe, **OPTIONS).stats()["replays"] > 0
+
+
+def drawn_and_dropped(by: str) -> tuple[Any, Any]:
+    """What is left of a pipeline, and of its transformer, that `by` refers to and nobody keeps."""
+    pipe = flux_pipeline()
+    pipe.style = "plain"
+    options = {"extra_key": lambda module, arguments: pipe.style} if by == "extra_key" else {}
+    dit_graph.enable(pipe, **OPTIONS, **options)
+    if by == "the transformer":
+        pipe.transformer.owner = pipe
+    if by == "the scheduler":
+        pipe.scheduler.owner = pipe
+    if by == "a hook":
+        pipe.transformer.register_forward_pre_hook(lambda module, args: vars(pipe) and None)
+    draw(pipe)
+    return weakref.ref(pipe), weakref.ref(pipe.transformer)
+
+
+@pytest.mark.parametrize(
+    "by", ["nothing", "extra_key", "the transformer", "the scheduler", "a hook"]
+)
+def test_a_pipeline_goes_with_all_that_is_its_own(by: str) -> None:
+    gone = drawn_and_dropped(by)
     gc.collect()
-    assert gone() is None
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_copy_of_an_enabled_pipeline_has_no_handle() -> None:
+    pipe = flux_pipeline()
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    expected = draw(pipe)
+    for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        calls = handle.stats()["calls"]
+        assert torch.equal(draw(twin), expected) and handle.stats()["calls"] == calls
+        with pytest.raises(dit_graph.NotEnabled):
+            dit_graph.disable(twin)
+    handle.disable()
+    assert plain(pipe) and not [name for name in vars(pipe) if "dit_graph" in name]
+
+
+def test_a_pipeline_for_every_request_shares_the_recordings() -> None:
+    components = flux_pipeline().components
+    replays = []
+    for _ in range(3):
+        pipe = FluxPipeline(**components)
+        handle = dit_graph.enable(pipe, **OPTIONS)
+        before = handle.stats()["replays"]
+        draw(pipe)
+        replays.append(handle.stats()["replays"] - before)
+        del pipe, handle
+        gc.collect()
+    assert replays[1] == replays[2] > replays[0]
+
+
+def test_set_timesteps_that_another_library_replaces() -> None:
+    pipe, eager = with_adapter(flux_pipeline()), with_adapter(flux_pipeline())
+    dit_graph.enable(pipe, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(draw(pipe), draw(eager))
+    for one in (pipe, eager):
+        own = type(one.scheduler).set_timesteps
+        one.scheduler.set_timesteps = functools.partial(own, one.scheduler)
+        one.set_adapters("default", 0.25)
+    assert torch.equal(draw(pipe), draw(eager))
+    for one in (pipe, eager):
+        for layer in one.transformer.modules():
+            if isinstance(layer, LoraLayer):
+                layer.scaling["default"] = 0.5
+    assert torch.equal(draw(pipe), draw(eager)), "nobody says when a picture begins"
 
 
 def test_a_patch_that_comes_and_goes_with_every_picture() -> None:

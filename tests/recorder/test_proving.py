@@ -14,6 +14,7 @@ import dit_graph
 from dit_graph.buffers import StaticBuffers
 from dit_graph.devices import recorder
 from dit_graph.devices.recorder import Recorder
+from dit_graph.tape import Tape
 from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.pair import Machine
@@ -277,6 +278,26 @@ def test_no_room_to_stage_the_arguments(machine: Machine, where: str, monkeypatc
     for i in range(100):
         pair(rows(i))
     assert pair.replays > 20, "memory that was short for a while is asked for again"
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: out of memory"),
+])  # fmt: skip
+def test_no_room_to_replay(machine: Machine, error: Exception, monkeypatch: Any) -> None:
+    pair, real = machine.pair(Module(plain)), Tape.run
+
+    def run(tape: Any, undo: Any) -> None:
+        raise error
+
+    for i in range(3):
+        pair(rows(i))
+    monkeypatch.setattr(Tape, "run", run)
+    for i in range(10):
+        pair(rows(i))
+    monkeypatch.setattr(Tape, "run", real)
+    for i in range(200):
+        pair(rows(i))
+    assert pair.replays > 100, pair.stats
 
 
 @pytest.mark.parametrize("state", ["none", "argument", "python"])

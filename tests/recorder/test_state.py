@@ -150,11 +150,6 @@ SEEN: dict[str, Any] = {
         lambda m, x: m.chain(x),
         lambda m: m.chain._modules.update({"0": m.chain._modules.pop("0")}),
     ),
-    "the order of a dict": (
-        lambda m: setattr(m, "scale", {"a": 1.0, "b": 3.0}),
-        lambda m, x: x * next(iter(m.scale.values())),
-        lambda m: m.scale.update(a=m.scale.pop("a")),
-    ),
     "a parameter of a class of its own": (
         lambda m: setattr(m, "scale", OwnParameter(torch.ones(8), requires_grad=False)),
         lambda m, x: x * m.scale,
@@ -408,6 +403,31 @@ def test_what_is_not_looked_into() -> None:
     assert before.blocker is None
     module.log.extra = {"a": 1}
     assert before.first_change() is None
+
+
+def test_methods_that_are_descriptors_stay_the_same(machine: Machine) -> None:
+    class Helper:
+        @classmethod
+        def __call__(cls, x: Any, factor: float = 2.0) -> Any:
+            return x * factor
+
+        forward = functools.partialmethod(__call__, factor=3.0)
+
+    pair = machine.pair(Module(lambda m, x: m.helper(m.linear(x)), helper=Helper()))
+    for i in range(5):
+        pair(rows(i))
+    assert pair.replays == 3, pair.stats
+
+
+def test_a_memo_in_the_order_of_its_last_use(machine: Machine) -> None:
+    def body(m: Any, x: Any, key: int) -> Any:
+        m.memo[key] = m.memo.pop(key, key)
+        return m.linear(x) * m.memo[key]
+
+    pair = machine.pair(Module(body, memo={}))
+    for i in range(12):
+        pair(rows(i), 1 + i % 2)
+    assert pair.replays >= 6, pair.stats
 
 
 def test_the_memory_of_a_wrapped_weight_is_compared() -> None:

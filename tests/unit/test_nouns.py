@@ -5,6 +5,7 @@ import copy
 import math
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,8 +128,9 @@ def test_key_holds_the_context(monkeypatch: Any) -> None:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     keys.append(BIND((x,), {}).key)
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", print)
-    keys.append(BIND((x,), {}).key)
+    for function in (print, SimpleNamespace(unhashable=1)):
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
+        keys.append(BIND((x,), {}).key)
     assert len(set(keys)) == len(keys)
 
 
