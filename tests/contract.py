@@ -482,8 +482,9 @@ def test_a_marked_break_under_the_forwards_own_modes(
     def marked(m: Any, h: Any) -> Any:
         return m.inner(h)
 
+    kind = torch.device(machine.on).type
     modes = {
-        "autocast": lambda: torch.autocast(machine.on, torch.bfloat16),
+        "autocast": lambda: torch.autocast(kind, torch.bfloat16),
         "sdpa": lambda: sdpa_kernel(SDPBackend.MATH),
         "function mode": Doubled,
         "dispatch mode": DoubledBelow,
@@ -544,17 +545,19 @@ def test_layers_with_a_fused_path_keep_it(machine: Machine, kind: str) -> None:
 
 
 def test_autocast_as_a_decorator_caches_nothing(machine: Machine) -> None:
+    kind = torch.device(machine.on).type
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 8)  # a weight that wants gradients is what autocast caches
 
-        @torch.autocast(machine.on, dtype=torch.bfloat16)
+        @torch.autocast(kind, dtype=torch.bfloat16)
         def forward(self, x: Any) -> Any:
             return self.linear(x) + self.linear(x + 1)
 
     pair = machine.pair(Net())
-    with torch.no_grad(), torch.autocast(machine.on, dtype=torch.bfloat16):
+    with torch.no_grad(), torch.autocast(kind, dtype=torch.bfloat16):
         for i in range(6):
             if i == 4:
                 torch.clear_autocast_cache()

@@ -209,7 +209,7 @@ def test_a_miss_names_the_field_that_differs(machine: Machine, caplog: Any) -> N
         return m.linear(x) * scale + t.sum()
 
     pair = machine.pair(Module(body))
-    t = torch.ones(2, 1)
+    t = torch.ones(2, 1, device=machine.on)
 
     def call(x: Any, t: Any, **kwargs: Any) -> str:
         caplog.clear()
