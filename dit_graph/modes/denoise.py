@@ -189,8 +189,11 @@ def caller(frame: types.FrameType | None) -> tuple[Any, bool]:
     while frame is not None:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
-            if isinstance(pipe := here.get("self"), DiffusionPipeline):
-                given = [here.get(n) for n in ("callback_on_step_end", "callback")]
+            pipe = here.get("self")
+            given = [here.get(name) for name in ("callback_on_step_end", "callback")]
+            if type(here) is dict:  # Python 3.12 and older: a copy, which the frame would keep,
+                here.clear()  # and with it the loop's tensors
+            if isinstance(pipe, DiffusionPipeline):
                 acts = (*given, getattr(pipe, "guider", None))
                 return pipe, any(act is not None for act in acts)
         frame = frame.f_back

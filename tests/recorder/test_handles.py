@@ -150,6 +150,22 @@ def test_a_legacy_callback() -> None:
     assert pipe(step=step, callback=print) is None
 
 
+class Dropping(FluxPipeline):
+    def __call__(self, step: Any) -> Any:
+        self.scheduler.set_timesteps(2, mu=1.0)
+        held = torch.zeros(1)
+        gone = weakref.ref(held)
+        step()
+        del held
+        return gone()
+
+
+def test_a_loops_tensors_are_not_kept() -> None:
+    pipe = Dropping(**flux_pipeline().components)
+    step = dit_graph.enable(pipe, **OPTIONS).installs["transformer"]._pictures
+    assert pipe(step) is None
+
+
 # ---- what says that a picture begins
 
 
