@@ -149,16 +149,19 @@ class Fingerprint:
             self._flatten()  # other objects of the same value, or another order: known from now on
         return change_of_tensor
 
-    def changes(self) -> list[str]:
-        """All places that differ; a stand-in left in the state becomes its number."""
+    def _differences(self) -> list[tuple[Place, str, Any, Any]]:
+        """Each member of a container that differs now: where, its name, its key, its value."""
         if self._identical():
             return []
+        return [(place, *change) for place in self._places for change in place.differences()]
+
+    def changes(self) -> list[str]:
+        """All places that differ; a stand-in left in the state becomes its number."""
         found = []
-        for place in self._places:
-            for name, key, value in list(place.differences()):
-                found.append(f"{place.path}{name}".lstrip("."))
-                if type(value) is DeviceNumber:
-                    place.container[key] = value.value
+        for place, name, key, value in self._differences():
+            found.append(f"{place.path}{name}".lstrip("."))
+            if type(value) is DeviceNumber:
+                place.container[key] = value.value
         found += self._class_changes()
         if change := self._tensor_change():
             found.append(change)
@@ -166,22 +169,16 @@ class Fingerprint:
 
     def only_grew(self) -> bool:
         """Whether all that differs is a new key in a plain dict: a memo table, as a rule."""
-        if self._identical():
-            return True
         grew = all(
             place.plain and key is not REMOVED and key not in place.before
-            for place in self._places
-            for _, key, _ in place.differences()
+            for place, _, key, _ in self._differences()
         )
         return grew and self._classes_stayed() and self._tensor_change() is None
 
     def restore(self) -> None:
         """Put every container back as it was."""
-        if self._identical():
-            return
-        for place in self._places:
-            if next(place.differences(), None) is not None:
-                place.restore()
+        for place in dict.fromkeys(place for place, *_ in self._differences()):
+            place.restore()
         for value, cls in zip(self._objects, self._classes):
             if type(value) is not cls:
                 value.__class__ = cls
