@@ -239,8 +239,9 @@ class Capture:
         """A replay runs a break under the caller's modes, not under those of its place here."""
         pairs = zip(Context._fields, context(), self._context)
         differ = [name for name, here, outside in pairs if here != outside]
-        # gradients change no bits, and a call that needs them does not get here
-        what = [name.replace("_", " ") for name in differ if name != "grad_mode"]
+        if not torch.is_grad_enabled():  # the caller may have them on: nothing here needs any
+            differ = [name for name in differ if name != "grad_mode"]
+        what = [name.replace("_", " ") for name in differ]
         if torch._C._len_torch_function_stack() > self._function_modes:
             what.append("a torch function mode")
         if torch._C._len_torch_dispatch_stack() > self._dispatch_modes:

@@ -263,12 +263,13 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
                 _installs[id(module)] = install = Install(name, module, handle, wanted)
             else:
                 install.handles.append(handle)
-                _drop_dead(install)
             handle.installs[name] = install
             handle.components[name] = getattr(pipe_or_module, name, module)
     except Exception:
         handle.disable()
         raise
+    for install in tuple(handle.installs.values()):
+        _drop_dead(install)
     _handles[id(pipe_or_module)] = handle
     if not isinstance(pipe_or_module, torch.nn.Module):
         vars(pipe_or_module)[_KEPT] = handle

@@ -473,7 +473,9 @@ class DoubledBelow(TorchDispatchMode):
         return out * 2 if func is torch.ops.aten.addmm.default else out
 
 
-@pytest.mark.parametrize("around", ["autocast", "sdpa", "function mode", "dispatch mode"])
+@pytest.mark.parametrize(
+    "around", ["autocast", "sdpa", "function mode", "dispatch mode", "gradients"]
+)
 @pytest.mark.parametrize("how", ["marked", "pattern", "function"])
 def test_a_marked_break_under_the_forwards_own_modes(
     machine: Machine, around: str, how: str
@@ -488,6 +490,7 @@ def test_a_marked_break_under_the_forwards_own_modes(
         "sdpa": lambda: sdpa_kernel(SDPBackend.MATH),
         "function mode": Doubled,
         "dispatch mode": DoubledBelow,
+        "gradients": torch.enable_grad,
     }
 
     def body(m: Any, x: Any) -> Any:
@@ -499,8 +502,9 @@ def test_a_marked_break_under_the_forwards_own_modes(
     module.inner = nn.Linear(8, 8).requires_grad_(False)
     patterns = {"marked": (), "pattern": ("inner",), "function": ("linear",)}[how]
     pair = machine.pair(module, breaks=patterns)
-    for i in range(5):
-        pair(rows(i).to(machine.on))
+    with torch.no_grad():
+        for i in range(5):
+            pair(rows(i).to(machine.on))
     if (how, around) == ("function", "function mode"):  # which calls the function itself
         assert pair.replays == 3
         return

@@ -17,8 +17,8 @@ def with_bits_of(t: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from or while handling, says that memory has run out.
 
-    CUDA says so where a graph is instantiated, and cuBLAS where it makes a handle, in other errors
-    than the allocator's.
+    The driver, Triton, cuBLAS and cuDNN say so in other errors than the allocator's, for example
+    where a graph is instantiated.
     """
     while error is not None and not _says_out_of_memory(error):
         error = error.__cause__ or error.__context__
@@ -26,10 +26,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _says_out_of_memory(error: BaseException) -> bool:
-    said = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in said)
-    )
+    said = any(text in str(error) for text in ("out of memory", "STATUS_ALLOC_FAILED"))
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and said)
 
 
 def is_about_capturing(error: BaseException) -> bool:

@@ -95,7 +95,7 @@ class TimestepsSlot(Slot):
         pipe, _ = caller(sys._getframe(1))
         listeners = tuple(self._listeners)
         for listener in listeners:
-            listener.begin()
+            listener.begin(said=listener.said and pipe is None)
         out = self.original(*args, **kwargs)
         if self.timesteps is not None:
             asking = [one for one in listeners if one.removes and one.is_of(pipe)]
@@ -121,7 +121,7 @@ class Pictures:
         self.removes = removes
         self.removed: Counter[str] = Counter()  # of the loop's waits, with every scheduler so far
         self.number: int | None = None  # of the last picture; None while nothing could say so
-        self._said = False  # by the user, not by a scheduler
+        self.said = False  # by the user, not by a scheduler
         self._target = weakref.ref(target)
         self._begun = begun
         self._scheduler: Any = None
@@ -146,7 +146,7 @@ class Pictures:
         """
         self.listen()
         if pipe is None or self._scheduler is None:
-            return self._said
+            return self.said
         heard = self._slot is not None and self._slot.leads_here()
         return heard and _scheduler_of(pipe) is self._scheduler
 
@@ -163,8 +163,9 @@ class Pictures:
         return target is not None and self._target() is target
 
     def begin(self, said: bool = False) -> None:
-        """A picture begins now; `said` where that is `handle.new_picture()`."""
-        self._said |= said
+        """A picture begins now; `said` where `handle.new_picture()` says so, or has said so for a
+        loop of the user's own that sets its timesteps itself."""
+        self.said = said
         self.number = next(self._numbers)
         self._begun()
 
@@ -172,7 +173,7 @@ class Pictures:
         if self._slot is not None:
             self._slot.drop(self)
         self._slot = self._scheduler = self.number = None
-        self._said = False
+        self.said = False
 
 
 def _scheduler_of(target: Any) -> Any:
@@ -189,11 +190,8 @@ def caller(frame: types.FrameType | None) -> tuple[Any, bool]:
     while frame is not None:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
-            pipe = here.get("self")
-            given = [here.get(name) for name in ("callback_on_step_end", "callback")]
-            if type(here) is dict:  # Python 3.12 and older: a copy, which the frame would keep,
-                here.clear()  # and with it the loop's tensors
-            if isinstance(pipe, DiffusionPipeline):
+            if isinstance(pipe := here.get("self"), DiffusionPipeline):
+                given = [here.get(name) for name in ("callback_on_step_end", "callback")]
                 acts = (*given, getattr(pipe, "guider", None))
                 return pipe, any(act is not None for act in acts)
         frame = frame.f_back
