@@ -14,13 +14,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
+from dit_graph.context import Context, context
 from dit_graph.devices.base import Device, Memory, Segment, is_about_capturing
 from dit_graph.effects import Effects
 from dit_graph.errors import CaptureError
 from dit_graph.frames import module_path, source_line
 from dit_graph.guards import Guard, plain, same
 from dit_graph.homes import is_fresh, place, result_leaf
-from dit_graph.key import Context, context, tensors_of
+from dit_graph.key import tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
 from dit_graph.tape import Break, Tape
 from dit_graph.watch import Watch, undisturbed

@@ -5,7 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dit_graph.key import Context, GraphKey
+from dit_graph.context import Context
+from dit_graph.key import GraphKey
 from dit_graph.misses import miss
 from dit_graph.proof import Proof
 from dit_graph.tape import Tape

@@ -7,59 +7,20 @@ import copy
 import dataclasses
 import enum
 import inspect
-import sys
 from collections.abc import Callable
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._device import DeviceContext
 
+from dit_graph.context import Context, context
 from dit_graph.errors import Unkeyable
 
 _PLAIN = (
     type(None), bool, int, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size, enum.Enum, range,
 )  # fmt: skip
-
-
-class Identity:
-    """Equal to nothing but what stands for the same object."""
-
-    __slots__ = ("it",)
-
-    def __init__(self, it: Any) -> None:
-        self.it = it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.it is other.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
-
-    def __repr__(self) -> str:
-        return repr(self.it)
-
-
-class Context(NamedTuple):
-    """What else decides which kernels run, by the name that a message gives it."""
-
-    grad_mode: bool
-    inference_mode: bool
-    autocast_on_cuda: Any  # the dtype, False when off
-    autocast_on_cpu: Any
-    autocast_cache: bool
-    default_dtype: torch.dtype
-    default_device: Any
-    deterministic: tuple[bool, ...]
-    cudnn: tuple[bool, ...]
-    sdpa_backends: tuple[Any, ...]
-    reduced_precision: tuple[Any, ...]
-    blas_backend: Any
-    attention_backend: Any
-    attention_function: Any  # some libraries put theirs in torch's place
-    extra_key: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,51 +212,6 @@ def _without_value(leaf: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(leaf[1], pytree.TreeSpec):  # a dataclass
         return (*leaf[:2], *map(_without_value, leaf[2:]))
     return leaf[:1]
-
-
-def context(extra: Any = None) -> Context:
-    """The modes and switches as they are on this thread now."""
-    cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    blas, cudnn = torch.backends.cuda, torch._C
-    return Context(
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        cuda and torch.get_autocast_dtype("cuda"),
-        cpu and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        _default_device(),
-        (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        (cudnn._get_cudnn_enabled(), cudnn._get_cudnn_deterministic(),
-         cudnn._get_cudnn_benchmark()),
-        (blas.flash_sdp_enabled(), blas.mem_efficient_sdp_enabled(), blas.math_sdp_enabled(),
-         blas.cudnn_sdp_enabled(), blas.fp16_bf16_reduction_math_sdp_allowed(),
-         *torch._C._get_sdp_priority_order()),
-        (*(torch._C._get_fp32_precision_getter("cuda", op) for op in ("matmul", "conv", "rnn")),
-         blas.matmul.allow_fp16_reduced_precision_reduction,
-         blas.matmul.allow_bf16_reduced_precision_reduction, blas.matmul.allow_fp16_accumulation),
-        torch._C._get_blas_preferred_backend(),
-        _attention_backend(),
-        Identity(torch.nn.functional.scaled_dot_product_attention),
-        extra,
-    )  # fmt: skip
-
-
-def _default_device() -> torch.device | None:
-    """Of `torch.set_default_device` or `with torch.device(...)`, which both push a mode."""
-    for i in reversed(range(torch._C._len_torch_function_stack())):
-        if isinstance(mode := torch._C._get_function_stack_at(i), DeviceContext):
-            return mode.device
-    return None
-
-
-def _attention_backend() -> Any:
-    """The attention backend that diffusers dispatches to, once it is loaded."""
-    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-    return getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

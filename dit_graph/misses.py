@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.key import Context, GraphKey, named
+from dit_graph.context import Context
+from dit_graph.key import GraphKey, named
 
 _ABSENT = ("absent",)
 

@@ -13,13 +13,14 @@ from dit_graph import breaks
 from dit_graph.backends import backend_named
 from dit_graph.buffers import StaticBuffers
 from dit_graph.capture import Capture
+from dit_graph.context import context
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.entry import Entry
 from dit_graph.errors import CaptureError, Collective, Conflict, NotReplayed
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.guards import host_generators
-from dit_graph.key import Call, context
+from dit_graph.key import Call
 from dit_graph.proof import difference
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape, own

@@ -317,7 +317,8 @@ def test_public_names() -> None:
 
 
 LAYERS = [
-    {"errors", "frames"}, {"buckets"}, {"breaks", "config", "guards", "slot", "buffers", "recent"},
+    {"errors", "frames"}, {"buckets", "context"},
+    {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds"}, {"watch", "writes"},
     {"opaque", "homes", "effects"}, {"capture", "pool"}, {"backends"},
