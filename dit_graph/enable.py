@@ -215,6 +215,17 @@ def _drop_dead(install: Install) -> None:
             cast(Handle, handle).disable()
 
 
+def _refuse_another_config(name: str, module: torch.nn.Module, wanted: GraphConfig) -> None:
+    """Raises AlreadyEnabled where anybody who is still there has enabled the module otherwise."""
+    install = _installs.get(id(module))
+    if install is None or install.config == wanted:
+        return
+    _drop_dead(install)
+    if not install.removed:
+        differs = install.config.against(wanted)
+        raise AlreadyEnabled(f"{name} is already graphed with {differs}; disable it first")
+
+
 # the module keeps its install (slot → install → handle), so both go when the module goes
 _installs: "weakref.WeakValueDictionary[int, Install]" = weakref.WeakValueDictionary()
 _handles: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()
@@ -243,14 +254,7 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
     known = _handle_of(pipe_or_module)
     modules = parts(pipe_or_module, chosen)
     for name, (module, wanted) in modules.items():
-        install = _installs.get(id(module))
-        if install is not None and install.config != wanted:
-            _drop_dead(install)
-            install = _installs.get(id(module))
-        if install is not None and install.config != wanted:
-            raise AlreadyEnabled(
-                f"{name} is already graphed with {install.config.against(wanted)}; disable it first"
-            )
+        _refuse_another_config(name, module, wanted)
     if known is not None and known.covers({name: module for name, (module, _) in modules.items()}):
         return known
     if known is not None:

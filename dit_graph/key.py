@@ -84,16 +84,13 @@ class Signature:
             raise Unkeyable("an argument is given twice")  # the model raises its own TypeError
         named |= kwargs
         # what lands in `**kwargs` may be read in the order in which the caller wrote it
-        rest = {name: named.pop(name) for name in [*named] if not self._has_place(name)}
+        rest = {name: named.pop(name) for name in [*named] if name not in self._known}
         named = dict(sorted(named.items())) | rest
         try:
             more = None if extra is None else extra(named)
         except Exception as error:
             raise Unkeyable(f"extra_key raised {error!r}") from error
         return Call(named, [self.name(i) for i in range(len(args))], more)
-
-    def _has_place(self, name: str) -> bool:
-        return name in self._known or name.startswith("*")
 
 
 class Call:

@@ -99,16 +99,13 @@ class Recording:
         generation = self._on.pool.generation()
         capture: Capture | None = None
         try:
-            if entry.static is None:
-                with torch.inference_mode(False):  # so that writes into them are counted
-                    entry.static = StaticBuffers(call.tensors)
-            entry.static.copy_in(call.tensors)
+            static = self._staged(entry, call)
             capture = self._backend.capture(
-                self._on.pool.device, generation.memory, entry.static.tensors, self._on.module,
+                self._on.pool.device, generation.memory, static.tensors, self._on.module,
                 self._on.config,
             )  # fmt: skip
             capture.stays_out = self._on.stays_out
-            out = self._run(capture, entry.static, call)
+            out = self._run(capture, static, call)
         except Exception as error:
             self._fallback.raise_if_failed(error, f"recording {entry.label}")
             if capture is not None:
@@ -127,7 +124,7 @@ class Recording:
         self._say_unmatched(capture)
         tape = capture.tape
         result = tape.result(call.tensors)
-        entry.static.copy_back(call.tensors, tape.written_inputs)
+        static.copy_back(call.tensors, tape.written_inputs)
         entry.capture_seconds += time.perf_counter() - started
         survivors = capture.known.survivors(out)
         self._keep(entry, generation, tape, before, survivors)
@@ -135,6 +132,15 @@ class Recording:
         if tape not in entry.tapes or not entry.proof.compares(tape):
             return result
         return self.compared("recording", entry, tape, result, seeds, args, kwargs)
+
+    def _staged(self, entry: Entry, call: Call) -> StaticBuffers:
+        """The call's arguments in the buffers of its entry, made for its first capture."""
+        if entry.static is None:
+            with torch.inference_mode(False):  # so that writes into them are counted
+                entry.static = StaticBuffers(call.tensors)
+        static: StaticBuffers = entry.static
+        static.copy_in(call.tensors)
+        return static
 
     def compared(
         self, what: Literal["recording", "replay"], entry: Entry, tape: Tape, result: Any,

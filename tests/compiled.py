@@ -287,14 +287,19 @@ def test_many_variants_are_compiled_in_eager_answers(machine: Machine) -> None:
     assert pair.replays == 3 + 3 * 1 + 4
 
 
-def test_under_strict_a_variant_that_cannot_be_had_leaves_the_others(machine: Machine) -> None:
-    """No eager answer compiles it there."""
+def strict_pair(machine: Machine) -> tuple[Any, torch.Tensor]:
+    """Recorded for the rows that come with it; no eager answer compiles the others' variant."""
     module = Module(lambda m, x: m.blocks[0](x, bool(x[0, 0] > 0)) + 1)
     module.blocks = nn.ModuleList([Branching()])
     pair = compiled_pair(machine, module, refuses, strict=True)
     x = rows(0).abs().to(machine.on)
     for _ in range(3):
         pair(x)
+    return pair, x
+
+
+def test_under_strict_a_variant_that_cannot_be_had_leaves_the_others(machine: Machine) -> None:
+    pair, x = strict_pair(machine)
     for _ in range(5):
         with pytest.raises(dit_graph.NotReplayed, match="not permitted when stream is capturing"):
             pair.graphed(-x)
@@ -305,12 +310,7 @@ def test_under_strict_a_variant_that_cannot_be_had_leaves_the_others(machine: Ma
 
 def test_a_new_recording_takes_variants_again(machine: Machine) -> None:
     """It gave up on a variant; then the recordings made room for others."""
-    module = Module(lambda m, x: m.blocks[0](x, bool(x[0, 0] > 0)) + 1)
-    module.blocks = nn.ModuleList([Branching()])
-    pair = compiled_pair(machine, module, refuses, strict=True)
-    x = rows(0).abs().to(machine.on)
-    for _ in range(3):
-        pair(x)
+    pair, x = strict_pair(machine)
     for _ in range(4):
         with pytest.raises(dit_graph.NotReplayed):
             pair.graphed(-x)
