@@ -78,10 +78,12 @@ class Recording:
         def copy(t: torch.Tensor) -> torch.Tensor:
             if t.untyped_storage()._cdata in known:
                 return t
-            self._on.pool.device.reads(t)  # it was made on the stream of cold calls
             return cast(torch.Tensor, own(t))
 
-        return pytree.tree_map_only(torch.Tensor, copy, out)
+        copied = pytree.tree_map_only(torch.Tensor, copy, out)
+        with self._on.pool.device.stream():
+            pass  # whoever gets the memory of `out` there next waits until it has been copied
+        return copied
 
     def capture(
         self, entry: Entry, call: Call, args: Any, kwargs: Any, last_try: bool = False
@@ -136,7 +138,9 @@ class Recording:
     def _staged(self, entry: Entry, call: Call) -> StaticBuffers:
         """The call's arguments in the buffers of its entry, made for its first capture."""
         if entry.static is None:
-            with torch.inference_mode(False):  # so that writes into them are counted
+            # Inference mode counts no writes. Memory from aside is never handed to a stream of the
+            # caller's, which may run ahead of a replay on another one that still reads it.
+            with torch.inference_mode(False), self._on.pool.device.stream():
                 entry.static = StaticBuffers(call.tensors)
         static: StaticBuffers = entry.static
         static.copy_in(call.tensors)

@@ -161,9 +161,6 @@ class Device(ABC):
     def failed(self) -> bool:
         """Whether the device answers nothing any more, as after an illegal address. Waits."""
 
-    def reads(self, t: torch.Tensor) -> None:  # noqa: B027
-        """The current stream reads `t`, whose memory another stream may take once it is freed."""
-
     @abstractmethod
     def mark(self) -> Any:
         """The current stream and a point on it, for `wait`."""

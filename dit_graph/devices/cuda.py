@@ -255,10 +255,6 @@ class Cuda(Device):
             return True
         return False
 
-    def reads(self, t: torch.Tensor) -> None:
-        if t.is_cuda:
-            t.record_stream(torch.cuda.current_stream(t.device))
-
     def mark(self) -> Any:
         stream = torch.cuda.current_stream(self.on)
         event = self._events.get(stream.stream_id)

@@ -138,6 +138,64 @@ def test_results_survive_later_captures_and_frees() -> None:
     assert all(torch.equal(out, twin(x)) for x, out in held)
 
 
+LONG = 10**9  # cycles: half a second, in which the host goes on
+
+
+def test_a_cold_result_is_copied_before_its_memory_is_used_again() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # so that the second call gets what the first one let go
+    streams, made = [torch.cuda.Stream() for _ in range(2)], []
+
+    def body(m: Any, x: Any) -> Any:
+        out = x * 2
+        made.append(out.data_ptr())
+        if len(made) == 1:
+            with torch.cuda.stream(streams[0]):  # what copies the result
+                torch.cuda._sleep(LONG)
+        return out
+
+    x = torch.randn(1 << 20, device=CUDA)
+    torch.cuda.synchronize()
+    results = []
+    for stream, given in zip(streams, (x, torch.full_like(x, float("nan")))):
+        module = Module(body).to(CUDA)
+        dit_graph.enable(module, **PLAIN)
+        with torch.cuda.stream(stream):
+            results.append(module(given))
+    torch.cuda.synchronize()
+    assert made[0] == made[1]
+    assert torch.equal(results[0], x * 2)
+
+
+def test_staged_inputs_are_there_until_a_replay_on_another_stream_has_read_them() -> None:
+    @dit_graph.eager_on_graph(pure=True)
+    def wait(h: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(LONG)
+        return h
+
+    module = Module(lambda m, x: wait(x.sin()) + x).to(CUDA)
+    twin = copy.deepcopy(module)
+    handle = dit_graph.enable(module, **PLAIN)
+    x = torch.randn(1 << 20, device=CUDA)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        for _ in range(2):
+            module(x[:8])  # whose recording keeps the generation
+            module(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(second):
+        result = module(x)
+    assert handle.stats()["replays"] == 1
+    entries = handle.installs["Module"].runner.entries.values()
+    max(entries, key=lambda entry: entry.static.bytes).block("for example by the gate")
+    with torch.cuda.stream(first):
+        junk = [torch.full_like(x, float("nan")) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert len(junk) == 4 and torch.equal(result, twin(x))
+
+
 def test_constants_are_kept() -> None:
     def body(m: Any, x: Any) -> Any:
         c = torch.tensor([2.0] * 4096, device=x.device)
