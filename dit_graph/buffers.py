@@ -1,5 +1,7 @@
 """The tensors that the segments read in place of the caller's arguments."""
 
+from typing import Any
+
 import torch
 
 from dit_graph.errors import CaptureError
@@ -22,6 +24,8 @@ class StaticBuffers:
             for t, store, index in zip(live, self._stores, self._index)
         ]
 
+        self._made = [_place(t) for t in self.tensors]
+
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, store in enumerate(self._stores):
             groups.setdefault((store.dtype, store.device), []).append(i)
@@ -43,9 +47,20 @@ class StaticBuffers:
         if any(self._index[i] is not None for i in written):
             raise CaptureError("a broadcast argument is written in place")
 
+    def check_unmoved(self) -> None:
+        """Raises CaptureError where a forward gave an argument another shape or other memory."""
+        if self._made != [_place(t) for t in self.tensors]:
+            raise CaptureError(
+                "the forward changes the shape or the memory of an argument in place"
+            )
+
     @property
     def bytes(self) -> int:
         return sum(t.untyped_storage().nbytes() for t in self._stores)
+
+
+def _place(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.data_ptr()
 
 
 def _stored(t: torch.Tensor) -> tuple[slice, ...] | None:

@@ -21,7 +21,7 @@ from dit_graph.errors import CaptureError
 from dit_graph.frames import module_path, source_line
 from dit_graph.guards import Guard, plain, same
 from dit_graph.homes import is_fresh, place, result_leaf
-from dit_graph.key import tensors_of
+from dit_graph.key import is_size, tensors_of
 from dit_graph.kinds import Kind, Known, storage_of
 from dit_graph.tape import Break, Tape
 from dit_graph.watch import Watch, undisturbed
@@ -104,8 +104,8 @@ class Capture:
         if any(not same(array, before) for array, before in self.arrays):
             raise CaptureError("a tensor is written through its numpy array")
         self.arrays.clear()
-        tape, out = self.tape, pytree.tree_map(plain, out)
-        leaves, tape.spec = pytree.tree_flatten(out)
+        tape, out = self.tape, pytree.tree_map(plain, out, is_leaf=is_size)
+        leaves, tape.spec = pytree.tree_flatten(out, is_size)
         self.refuse_hidden(tensors_of(leaves))
         tape.leaves = [result_leaf(leaf, self.known, self._static) for leaf in leaves]
         self.effects.finish()
@@ -276,10 +276,10 @@ class Capture:
         self.effects.note(fn, args, kwargs)
         operands = tensors_of((args, kwargs))
         self.refuse_hidden(operands)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_size)
         held = [self.known.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
         result = now(*args, **kwargs)
-        outs, results = pytree.tree_flatten(result)
+        outs, results = pytree.tree_flatten(result, is_size)
         guarded = not marked and _is_guard(fn, outs)
         if guarded:  # before the step: a restart repeats what was
             self.effects.guarded(reason)

@@ -102,7 +102,7 @@ class Call:
         self.tensors: list[torch.Tensor] = []
         self._given: dict[int, int] = {}  # the tensors by id, and where they are in the list
         self._records: list[tuple[Any, list[Any]]] = []  # dataclass arguments and what they held
-        leaves, self._spec = pytree.tree_flatten(arguments)
+        leaves, self._spec = pytree.tree_flatten(arguments, is_size)
         self._leaves = leaves
         self.key = GraphKey(self._spec, tuple(map(self._leaf, leaves)), context(self._extra(extra)))
 
@@ -133,10 +133,10 @@ class Call:
             return (kind, repr(value))
         if isinstance(value, _PLAIN):
             return (kind, value)
-        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject:
+        if _is_array(value) and not value.dtype.hasobject:
             return (kind, str(value.dtype), value.shape, value.tobytes())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            leaves, spec = pytree.tree_flatten(_attributes(value))
+            leaves, spec = pytree.tree_flatten(_attributes(value), is_size)
             self._records.append((value, leaves))
             return (kind, spec, *map(self._leaf, leaves))
         raise Unkeyable(f"{self._name(value)} is a {kind.__name__}, which has no value to compare")
@@ -158,11 +158,13 @@ class Call:
         return [named.pop(name) for name in self.positional], named
 
     def changed_containers(self) -> bool:
-        """Whether the forward put something else into the lists and dicts it was given."""
+        """Whether the forward put something else into lists, dicts and arrays that it was given."""
         now = [(self.arguments, self._leaves)]
         now += [(_attributes(record), leaves) for record, leaves in self._records]
-        flat = [(pytree.tree_leaves(tree), before) for tree, before in now]
-        return any(len(a) != len(b) or any(map(is_not, a, b)) for a, b in flat)
+        flat = [(pytree.tree_leaves(tree, is_size), before) for tree, before in now]
+        arrays = [(i, leaf) for i, leaf in enumerate(self._leaves) if _is_array(leaf)]
+        written = any(self._leaf(leaf) != self.key.leaves[i] for i, leaf in arrays)
+        return written or any(len(a) != len(b) or any(map(is_not, a, b)) for a, b in flat)
 
 
 def named(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -173,9 +175,9 @@ def named(arguments: dict[str, Any]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for name, value in arguments.items():
         try:
-            paths = pytree.tree_flatten_with_path(value)[0]
+            paths = pytree.tree_flatten_with_path(value, is_size)[0]
         except ValueError:
-            leaves = pytree.tree_leaves(value)
+            leaves = pytree.tree_leaves(value, is_size)
             found += [(f"{name}<{i}>", leaf) for i, leaf in enumerate(leaves)]
         else:
             found += [(f"{name}{pytree.keystr(path)}", leaf) for path, leaf in paths]
@@ -197,7 +199,7 @@ def _substitute(leaf: Any, twins: dict[int, torch.Tensor]) -> Any:
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         twin = copy.copy(leaf)
         for name, value in _attributes(leaf).items():
-            inner = pytree.tree_map(lambda v: _substitute(v, twins), value)
+            inner = pytree.tree_map(lambda v: _substitute(v, twins), value, is_leaf=is_size)
             object.__setattr__(twin, name, inner)
         return twin
     return leaf
@@ -209,6 +211,16 @@ def _without_value(leaf: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(leaf[1], pytree.TreeSpec):  # a dataclass
         return (*leaf[:2], *map(_without_value, leaf[2:]))
     return leaf[:1]
+
+
+def _is_array(value: Any) -> bool:
+    """A numpy array or scalar."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def is_size(value: Any) -> bool:
+    """For pytree, which would make a tuple of a `torch.Size`."""
+    return type(value) is torch.Size
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

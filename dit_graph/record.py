@@ -20,7 +20,7 @@ from dit_graph.errors import CaptureError, Collective, Conflict, NotReplayed
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.guards import host_generators
-from dit_graph.key import Call
+from dit_graph.key import Call, is_size
 from dit_graph.proof import difference
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape, own
@@ -54,7 +54,7 @@ class Recording:
         if now != call.key.context and not entry.tapes:
             self._on.entries.settle(call.key, now)
         if call.changed_containers():
-            entry.block("the forward changes a list or dict that it is given")
+            entry.block("the forward changes a list, dict or array that it is given")
         if host_generators(self._on.generators) != drawn:
             entry.unsettled("the forward draws from Python's or numpy's generator, or seeds one")
         if repeated := self._accept(before):
@@ -80,7 +80,7 @@ class Recording:
                 return t
             return cast(torch.Tensor, own(t))
 
-        copied = pytree.tree_map_only(torch.Tensor, copy, out)
+        copied = pytree.tree_map_only(torch.Tensor, copy, out, is_leaf=is_size)
         with self._on.pool.device.stream():
             pass  # whoever gets the memory of `out` there next waits until it has been copied
         return copied
@@ -190,6 +190,7 @@ class Recording:
             live = call.with_tensors(static.tensors)
             out = self._backend.record(capture, on.module, on.original, *live, on.config)
             out = capture.finish(out)
+        static.check_unmoved()
         static.check_writable(capture.tape.written_inputs)
         if conflict := capture.tape.conflict(call.tensors):
             raise Conflict(conflict)

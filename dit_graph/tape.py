@@ -8,8 +8,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph.buffers import shares_storage
+from dit_graph.devices.base import again
 from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.guards import DeviceNumber, Guard, matches
+from dit_graph.key import is_size
 
 Spec = tuple[Any, ...]
 
@@ -47,7 +49,7 @@ class Break:
 
     def __call__(self) -> None:
         args, kwargs = self._arguments or pytree.tree_unflatten(self.leaves, self.spec)
-        leaves, spec = pytree.tree_flatten(self.fn(*args, **kwargs))
+        leaves, spec = pytree.tree_flatten(again(self.fn, args, kwargs), is_size)
         if spec != self.results:
             self._changed("structure", self.results, spec)
         for i, (home, leaf) in enumerate(zip(self.homes, leaves)):

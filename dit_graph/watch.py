@@ -5,6 +5,7 @@ A dispatch mode sees operations; a function mode sees what never becomes one (`t
 capture knows how to make one.
 """
 
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dit_graph.capture import Capture
 
 _aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _READS = {
     torch.Tensor.tolist,
     torch.Tensor.numpy,
@@ -33,6 +35,7 @@ _READS = {
     torch.Tensor.item,
 }
 _MAKES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _LIFTS = {_aten.lift.default, _aten.lift_fresh.default}
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}
 _MASK_INDEXED = {
@@ -67,9 +70,24 @@ class OpWatch(TorchDispatchMode):
     ) -> Any:
         capture, kwargs = self._capture, kwargs or {}
         _refuse_collective(func, types)
+        if _is_composite(func, capture.device.type):
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
         if capture.in_break:
             return capture.observe(func, args, kwargs)
         return classify(capture, func, args, kwargs)
+
+
+@functools.cache
+def _is_composite(func: Any, device: str) -> bool:
+    """Whether torch runs it as other operations, which are what is to be seen.
+
+    A mode sees those right away where tensors carry autograd's keys, and not in inference mode.
+    """
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    return has_kernel(name, _COMPOSITE.name) and not has_kernel(name, device.upper())
 
 
 def _refuse_collective(func: Any, types: Any) -> None:
@@ -148,6 +166,8 @@ class CallWatch(TorchFunctionMode):
             return _read(c, func, args, kwargs)
         if func in _MAKES:
             return _make(c, func, args, kwargs)
+        if func in _SPLITS:
+            return _split(c, func, *args, **kwargs)
         if c.device.copies_to_host(func, args) and not c.known.is_host(args[0]):
             copy = c.eager(torch.clone, args[:1], {}, reason="copy to the host", to_host=True)
             return func(copy, *args[1:], **kwargs)
@@ -168,6 +188,14 @@ def _read(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         c.arrays.append((value, value.copy()))
         c.stand_in(value.copy())  # the guard keeps its own copy
     return value
+
+
+def _split(c: "Capture", func: Any, x: Any, where: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+    """`torch.tensor_split`, which reads a tensor's memory itself, where no mode sees it."""
+    where = kwargs.pop("tensor_indices_or_sections", where)
+    if isinstance(where, torch.Tensor):
+        where = _read(c, torch.Tensor.tolist, (where,), {})
+    return func(x, **kwargs, dim=dim) if where is None else func(x, where, dim, **kwargs)
 
 
 def _make(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -329,6 +329,127 @@ def test_a_cache_that_would_get_other_values(machine: Machine) -> None:
     assert "values of layer" in reason, reason
 
 
+DEEPSEEK = SIZES | {
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+def test_a_cache_of_something_else_under_a_mask(machine: Machine) -> None:
+    """DeepSeek caches the latent: its decode steps could not go on from keys and values."""
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7], device=machine.on)
+    calls = [{"input_ids": ids(machine, n, 2, 7), "attention_mask": mask} for n in range(4)]
+    reason = unlike(machine, "DeepseekV3", calls, **DEEPSEEK)
+    assert "keys of layer 0" in reason, reason
+
+
+def restarting(machine: Machine, n: int, second: int) -> torch.Tensor:
+    """The positions of two prompts in one row."""
+    return torch.cat([torch.arange(second), torch.arange(n - second)])[None].to(machine.on)
+
+
+@pytest.mark.parametrize("what", ["window", "packed"])
+def test_what_shows_only_later_is_proven_then(machine: Machine, what: str) -> None:
+    """The masks that the config stands for are not the body's: prompts up to the window say
+    nothing of that, nor those whose positions rise."""
+    torch.manual_seed(0)
+    if what == "window":
+        config = SIZES | HEAD | SLIDING | {"layer_types": ["full_attention"] * 2}
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**config))
+        calls = [{"input_ids": ids(machine, i, 1, n)} for i, n in enumerate((5, 5, 6, 8, 7, 8, 12))]
+    else:
+        config = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+        model = transformers.BioGptForCausalLM(transformers.BioGptConfig(**config))
+        calls = [
+            {"input_ids": ids(machine, i, 1, n), "position_ids": restarting(machine, n, second)}
+            for i, (n, second) in enumerate([(7, 0), (7, 0), (6, 0), (8, 3), (7, 3), (8, 2)])
+        ]
+    model = model.to(machine.on).eval().requires_grad_(False)
+    model.set_attn_implementation("eager")
+    for parameter in model.parameters():  # so that attention matters
+        if parameter.dim() > 1:
+            parameter.mul_(4)
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"buckets": (8, 16), "device": machine.device} | PLAIN
+    handle = dit_graph.enable(model, mode="prefill", **options)
+    for call in calls:
+        out, expected = model(**call, use_cache=False), twin(**call, use_cache=False)
+        assert near(out.logits, expected.logits)
+    stats = handle.stats()
+    assert stats["replays"] >= 1
+    assert list(stats["eager"]) == ["its hidden states are not those of the plain forward"]
+
+
+@pytest.mark.parametrize("what", ["broadcast", "too short", "too long", "nothing"])
+def test_an_odd_mask_does_not_end_padding(machine: Machine, what: str) -> None:
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    tokens, made = ids(machine, 0, 2, 7), {}
+    mask = torch.ones(1, 7, dtype=torch.long, device=machine.on)
+    if what == "too short":
+        mask = mask[:, :5].expand(2, -1)
+    elif what == "too long":
+        mask = torch.cat([mask, torch.zeros_like(mask)], 1).expand(2, -1)
+        made = {m: StaticCache(config=m.config, max_cache_len=14) for m in (model, twin)}
+    elif what == "nothing":
+        mask = torch.zeros_like(mask).expand(2, -1)
+    for _ in range(3):
+        assert near(model(tokens).logits, twin(tokens).logits)
+        a, b = (
+            m(tokens, attention_mask=mask, past_key_values=made.pop(m, None)).logits
+            for m in (model, twin)
+        )
+        assert near(a, b)
+    for seed in range(4):
+        tokens = ids(machine, seed, 2, 7)
+        assert near(model(tokens).logits, twin(tokens).logits)
+    stats = handle.stats()
+    says = {
+        "too short": {"attention_mask is shorter than the tokens and those in the cache": 3},
+        "nothing": {"attention_mask leaves every token out": 3},
+    }
+    assert stats["replays"] >= 5 and stats["eager"] == says.get(what, {})
+
+
+def test_hidden_states_have_eagers_strides(machine: Machine) -> None:
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    for seed in range(4):
+        tokens = ids(machine, seed, 2, 7)
+        out, expected = (m.model(tokens, output_hidden_states=True) for m in (model, twin))
+        mine, its = (
+            [o.last_hidden_state, *o.hidden_states] for o in (out, expected)
+        )  # fmt: skip
+        assert [h.stride() for h in mine] == [h.stride() for h in its]
+    assert handle.stats()["replays"] == 2
+
+
+def test_arguments_that_do_not_fit_are_the_models_own_error(machine: Machine) -> None:
+    model, twin, handle = two("Llama", machine, buckets=(8,))
+    tokens = ids(machine, 0, 1, 7)
+    for n in (5, 8):
+        positions = torch.arange(n, device=machine.on)[None]
+        for m in (model, twin):
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                m(tokens, position_ids=positions)
+    for _ in range(3):
+        model(tokens)
+    assert handle.stats()["replays"] == 1
+
+
+def test_a_cache_that_the_config_does_not_use(machine: Machine) -> None:
+    model, twin, handle = two("Qwen3", machine, buckets=(8,))
+    model.config.use_cache = twin.config.use_cache = False
+    for seed in range(3):
+        caches = DynamicCache(), DynamicCache()
+        tokens = ids(machine, seed, 1, 7)
+        out, expected = (
+            m(tokens, past_key_values=c) for m, c in zip((model, twin), caches)
+        )  # fmt: skip
+        assert out.keys() == expected.keys() and torch.equal(out.logits, expected.logits)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    assert handle.stats()["eager"] == {"a cache is given and use_cache is False": 3}
+
+
 def test_strict_is_heard_in_the_first_call(machine: Machine) -> None:
     model, _, _ = two("Llama", machine, buckets=(8,), strict=True, on_new_shape="eager")
     with pytest.raises(dit_graph.NotReplayed, match="not warmed up"):
@@ -631,6 +752,11 @@ def test_wrong_targets(machine: Machine) -> None:
         dit_graph.enable(model, mode="prefill", device=machine.device)
     model.config.layer_types = ["sliding_attention", "full_attention"]
     with pytest.raises(dit_graph.ConfigError, match="takes one mask for all"):
+        dit_graph.enable(model, mode="prefill", device=machine.device)
+
+    model.config.layer_types = None
+    model.config.sliding_window = 6  # which Llama's forward does not ask for
+    with pytest.raises(dit_graph.ConfigError, match="names a window"):
         dit_graph.enable(model, mode="prefill", device=machine.device)
 
     bert = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES)).to(machine.on)

@@ -149,17 +149,22 @@ def test_offloaded_weights_take_no_timesteps_with_them(machine: Machine, on: str
     timesteps.remove()
 
 
-def test_timesteps_that_somebody_writes_into_are_left_alone(machine: Machine) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("device", ["cpu", "machine"])
+def test_timesteps_that_somebody_writes_into_are_left_alone(
+    machine: Machine, mode: Any, device: str
+) -> None:
     scheduler, other = DDIMScheduler(), DDIMScheduler()
-    for made in (scheduler, other):
-        made.set_timesteps(4)
-    timesteps = placed(scheduler, machine)
-    for made in (scheduler, other):
-        made.timesteps.sub_(1)
-    x = torch.randn(1, 4, 8, 8).to(machine.on)
-    for t, same in zip(scheduler.timesteps, other.timesteps):
-        out, expected = scheduler.step(x, t, x), other.step(x, same, x)
-        assert torch.equal(out.prev_sample, expected.prev_sample)
+    with mode():
+        for made in (scheduler, other):
+            made.set_timesteps(4, device=machine.on if device == "machine" else device)
+        timesteps = placed(scheduler, machine)
+        for made in (scheduler, other):
+            made.timesteps[1:].sub_(1)
+        x = torch.randn(1, 4, 8, 8).to(machine.on)
+        for t, same in zip(scheduler.timesteps, other.timesteps):
+            out, expected = scheduler.step(x, t, x), other.step(x, same, x)
+            assert torch.equal(out.prev_sample, expected.prev_sample)
     assert not any("given the host's" in what for what in timesteps.removed)
     timesteps.remove()
 

@@ -130,6 +130,7 @@ class _Bytes:
 
 _ALONE = threading.RLock()
 _STREAMS: dict[int, Any] = {}
+_MARKS: dict[tuple[int, int], torch.cuda.Event] = {}  # by device and stream: the last use of a pool
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: work on the default stream may go on
 
 
@@ -183,7 +184,6 @@ class Cuda(Device):
 
     def __init__(self, on: torch.device) -> None:
         self.on = on
-        self._events: dict[int, torch.cuda.Event] = {}
 
     def check(self) -> None:
         if not torch.cuda.is_available():
@@ -219,6 +219,9 @@ class Cuda(Device):
             caller = torch.cuda.current_stream()
             aside = _own_stream()
             aside.wait_stream(caller)
+            for (index, _), used in list(_MARKS.items()):  # what was staged may lie in its memory
+                if index == aside.device_index:
+                    aside.wait_event(used)
             try:
                 with torch.cuda.stream(aside):
                     yield
@@ -257,9 +260,8 @@ class Cuda(Device):
 
     def mark(self) -> Any:
         stream = torch.cuda.current_stream(self.on)
-        event = self._events.get(stream.stream_id)
-        if event is None:
-            event = self._events[stream.stream_id] = torch.cuda.Event()
+        place = stream.device_index, stream.stream_id
+        event = _MARKS.get(place) or _MARKS.setdefault(place, torch.cuda.Event())
         event.record(stream)
         return stream, event
 

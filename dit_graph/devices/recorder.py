@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
+from dit_graph.devices.base import Device, Memory, Segment, Timer, again, with_bits_of
 from dit_graph.errors import Unsupported
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
@@ -143,9 +143,12 @@ class RecorderSegment(Segment):
 
     def __call__(self) -> None:
         for func, args, kwargs, homes in self._program:
-            for home, leaf in zip(homes, pytree.tree_leaves(func(*args, **kwargs))):
-                if home is not None:
-                    home.copy_(leaf)
+            for home, leaf in zip(homes, pytree.tree_leaves(again(func, args, kwargs))):
+                if home is None:
+                    continue
+                if leaf.shape != home.shape:
+                    raise RuntimeError(f"{func} made {leaf.shape}, recorded {home.shape}")
+                home.copy_(leaf)
 
 
 def weak(t: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,22 @@ def unsupported(body: Any) -> str:
     makers = inspect.unwrap(type(body).forward).__globals__
     if not any(name in makers for name in _MASK_MAKERS):
         return "it makes its attention mask in a way of its own"
+    maker = _windowed_maker(config)
+    if maker and not takes_masks_by_layer(body) and maker not in names_in(body):
+        return f"its config names a window ({maker}) that its forward makes no mask for"
+    return ""
+
+
+def _windowed_maker(config: Any) -> str:
+    """What makes the mask for a config of one kind of layer, where they do not see all tokens."""
+    layers = set(getattr(config, "layer_types", None) or ())
+    windows = {
+        "sliding_attention": ("sliding_window", "create_sliding_window_causal_mask"),
+        "chunked_attention": ("attention_chunk_size", "create_chunked_causal_mask"),
+    }
+    for layer, (size, maker) in windows.items():
+        if layer in layers or (not layers and getattr(config, size, None) is not None):
+            return maker
     return ""
 
 

@@ -51,21 +51,46 @@ def _cache_of(out: Any) -> Any:
     return out.get("cache") if out.get("cache") is not None else out.get("past_key_values")
 
 
-def _apart(
-    found: torch.Tensor, wanted: torch.Tensor, given: dict[str, Any], mine: Any, its: Any
-) -> str:
-    """How far a padded call is from the plain one, where that is too far; its cache included."""
-    pairs = [("hidden states", found, wanted)]
+def _past(cache: Any) -> int:
+    """The tokens that a cache has."""
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def _counting_mask(given: dict[str, Any], tokens: int) -> torch.Tensor | None:
+    """The mask that says of each token up to now whether it counts, where one is given."""
     mask = given.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        rows = mask[:, -found.shape[1] :].bool()
-        pairs = [("hidden states", found[rows], wanted[rows])]
-    elif mine is not None and its is not None:
+    return mask[:, :tokens] if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def _counting(mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+    """Which of `tokens` in a row count, of those of a mask (batch or 1, all tokens up to now).
+
+    A cache may keep fewer of them, the last ones, or have room for more, which is compared too.
+    """
+    mask = mask.bool().expand(batch, -1)[:, -tokens:]
+    return torch.nn.functional.pad(mask, (0, tokens - mask.shape[1]), value=True)
+
+
+def _apart(
+    found: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor | None, mine: Any, its: Any
+) -> str:
+    """How far a padded call is from the plain one, where that is too far; its cache included.
+
+    `mask` (batch or 1, all tokens up to now) leaves tokens out whose values nobody reads.
+    """
+    pairs = [("hidden states", found, wanted)]
+    if mine is not None and its is not None:
         layers = enumerate(zip(mine.layers, its.layers))
         filled = [(i, a, b) for i, (a, b) in layers if a.is_initialized]
-        pairs += [(f"keys of layer {i}", a.keys, b.keys) for i, a, b in filled]
-        pairs += [(f"values of layer {i}", a.values, b.values) for i, a, b in filled]
+        for what in ("keys", "values"):
+            states = [(i, getattr(a, what), getattr(b, what)) for i, a, b in filled]
+            pairs += [
+                (f"{what} of layer {i}", a.transpose(1, 2), b.transpose(1, 2)) for i, a, b in states
+            ]
     for what, a, b in pairs:
+        if mask is not None and a.shape == b.shape:
+            rows = _counting(mask, *a.shape[:2])
+            a, b = a[rows], b[rows]
         bound = 1e-3 if a.dtype in (torch.float32, torch.float64) else 0.1  # of the largest value
         if a.shape != b.shape or not bool((a - b).abs().max() <= bound * b.abs().max() + 1e-12):
             return f"its {what} are not those of the plain forward"
@@ -114,19 +139,22 @@ class Prefill:
         if reason := reason or self._wrong:
             return self.runner.refuse(reason, plain, expected=reason == DECODE)
         cache, use_cache = self._cache(given)
-        positions = given.get("position_ids")
+        positions, past = given.get("position_ids"), _past(cache)
         if positions is None:
-            past = 0 if cache is None else cache.get_seq_length()
             positions = (torch.arange(tokens.shape[1], device=tokens.device) + past).unsqueeze(0)
         masks = self._masks(given, tokens, cache, positions)
         kind = (
             length, tokens.shape[0], tokens.dim(), positions.dim(), cache is None,
             "attention_mask" in given, _ALL in given,
             tuple((name, mask is None) for name, mask in masks.items()),
+            self._sees_all(past + tokens.shape[1]), self._is_packed(given, past),
         )  # fmt: skip
         padded_call = functools.partial(self._padded, given, tokens, positions, masks, length)
         if kind not in self._proven:
-            return self._prove(kind, plain, padded_call, given, cache)
+            mask = _counting_mask(given, past + tokens.shape[1])
+            if mask is not None and not mask[:, past:].any():
+                return self.runner.refuse("attention_mask leaves every token out", plain)
+            return self._prove(kind, plain, padded_call, given, cache, mask)
         out = padded_call(cache, plain)
         if type(out) is not dict:  # what the body itself returned
             return out
@@ -168,9 +196,24 @@ class Prefill:
         for layer, states in out.pop("states").items():
             cache.update(*(t[:, :, : call.tokens] for t in states), layer)
         found: dict[str, Any] = pytree.tree_map_only(
-            torch.Tensor, lambda t: t[:, : call.tokens], out
+            torch.Tensor, lambda t: t[:, : call.tokens].contiguous(), out
         )
         return found
+
+    def _sees_all(self, tokens: int) -> tuple[bool, ...]:
+        """Whether so many tokens lie in the windows that the config names. A body that makes its
+        masks by other rules than the config's differs where they do not, and there alone."""
+        names = ("sliding_window", "attention_chunk_size")
+        windows = [getattr(self._body.config, name, None) for name in names]
+        return tuple(tokens <= window for window in windows if window)
+
+    def _is_packed(self, given: dict[str, Any], past: int) -> bool:
+        """Whether several prompts may lie in one row, told apart by positions that start again,
+        which some bodies look at and some do not."""
+        positions = given.get("position_ids")
+        if positions is None or past or "attention_mask" in given:
+            return False
+        return bool((positions.diff(dim=-1) != 1).any())
 
     def _prove(
         self,
@@ -179,6 +222,7 @@ class Prefill:
         padded_call: Callable[[Any], dict[str, Any]],
         given: dict[str, Any],
         cache: Any,
+        mask: torch.Tensor | None,
     ) -> Any:
         """The first call of a kind: the plain forward answers, and the padded one, on a copy of the
         cache, must come near it. Where it does not, or fails, this body is never padded again."""
@@ -190,7 +234,7 @@ class Prefill:
         try:
             found = padded_call(scratch)["last_hidden_state"]
             written = _cache_of(out) if its is None else its
-            wrong = _apart(found, out.last_hidden_state, given, scratch, written)
+            wrong = _apart(found, out.last_hidden_state, mask, scratch, written)
         except (DeviceFailed, NotReplayed):
             raise
         except Exception as error:
@@ -225,21 +269,30 @@ class Prefill:
         if tokens.shape[1] == 1:
             return 0, DECODE
         cache = given.get(self._cache_name, given.get("past_key_values"))
-        if self._in_graph and cache is not None and cache.get_seq_length():
+        positions = given.get("position_ids")
+        if positions is not None and positions.shape[-1] != tokens.shape[1]:
+            return 0, "position_ids are not as many as the tokens"
+        so_far = _past(cache) + tokens.shape[1]
+        if (mask := _counting_mask(given, so_far)) is not None and mask.shape[1] < so_far:
+            return 0, "attention_mask is shorter than the tokens and those in the cache"
+        if self._in_graph and _past(cache):
             return 0, 'tokens are in the cache already; backend "full" records a first chunk'
         attention = live.name_of(self._body.config)
         if self._in_graph and attention not in ("sdpa", "eager"):
             return 0, f"backend full cannot pad {attention} attention"
-        if cache is not None and given.get("use_cache") is False:
+        if cache is not None and not self._uses_cache(given):
             return 0, "a cache is given and use_cache is False"
         return self._buckets.find(tokens.shape[1])
 
     def _cache(self, given: dict[str, Any]) -> tuple[Any, bool]:
         cache = given.get(self._cache_name, given.get("past_key_values"))
-        use_cache = given.get("use_cache", getattr(self._body.config, "use_cache", True))
+        use_cache = self._uses_cache(given)
         if use_cache and cache is None:
             cache = DynamicCache(config=self._body.config)
-        return cache, bool(use_cache) or cache is not None
+        return cache, use_cache
+
+    def _uses_cache(self, given: dict[str, Any]) -> bool:
+        return bool(given.get("use_cache", getattr(self._body.config, "use_cache", True)))
 
     def _masks(
         self, given: dict[str, Any], tokens: torch.Tensor, cache: Any, positions: torch.Tensor

@@ -71,7 +71,10 @@ class DeviceTimesteps:
             return
         host = given.clone() if given.device.type == "cpu" else given.cpu()
         self._given, self._host, self._device = given, host, device
-        self._version = _version(device)
+        if device.is_inference():
+            with torch.inference_mode(False):  # so that writes into them are counted
+                device = self._device = device.clone()
+        self._version = device._version
         self._scheduler.timesteps = device
 
     def _computes(self, given: torch.Tensor) -> bool:
@@ -100,7 +103,7 @@ class DeviceTimesteps:
         on_device = self._device
         if on_device is None or self._scheduler.timesteps is not on_device:
             return slot.original(*args, **kwargs)
-        if _version(on_device) != self._version:  # somebody wrote into them
+        if on_device._version != self._version:  # somebody wrote into them
             return slot.original(*args, **kwargs)
         given = [*args, *kwargs.values()]
         args = [self.host_value(value) for value in args]
@@ -125,11 +128,6 @@ class DeviceTimesteps:
             slot.remove()
         if self._device is not None and self._scheduler.timesteps is self._device:
             self._scheduler.timesteps = self._given
-
-
-def _version(t: torch.Tensor) -> int | None:
-    """How often a tensor was written in place; inference tensors do not say."""
-    return None if t.is_inference() else t._version
 
 
 class _OnHost(Slot):

@@ -167,7 +167,8 @@ def test_a_cold_result_is_copied_before_its_memory_is_used_again() -> None:
     assert torch.equal(results[0], x * 2)
 
 
-def test_staged_inputs_are_there_until_a_replay_on_another_stream_has_read_them() -> None:
+@pytest.mark.parametrize("taker", ["caller", "another recording"])
+def test_staged_inputs_are_there_until_a_replay_has_read_them(taker: str) -> None:
     @dit_graph.eager_on_graph(pure=True)
     def wait(h: torch.Tensor) -> torch.Tensor:
         torch.cuda._sleep(LONG)
@@ -190,8 +191,11 @@ def test_staged_inputs_are_there_until_a_replay_on_another_stream_has_read_them(
     assert handle.stats()["replays"] == 1
     entries = handle.installs["Module"].runner.entries.values()
     max(entries, key=lambda entry: entry.static.bytes).block("for example by the gate")
+    nan = Module(lambda m, x: [x * float("nan") for _ in range(4)])  # in the memory let go
+    if taker == "another recording":
+        dit_graph.enable(nan.to(CUDA), **PLAIN)
     with torch.cuda.stream(first):
-        junk = [torch.full_like(x, float("nan")) for _ in range(4)]
+        junk = nan(x)
     torch.cuda.synchronize()
     assert len(junk) == 4 and torch.equal(result, twin(x))
 
