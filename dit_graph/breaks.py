@@ -116,6 +116,8 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
 
         return call
 
+    if fn is not None and not callable(fn):
+        raise TypeError(f"eager_on_graph takes a function, or pure and reason; got {fn!r}")
     return decorate if fn is None else decorate(fn)
 
 

@@ -1,7 +1,7 @@
 """The token counts that prefill is recorded for; any other count is padded to the next of them."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dit_graph.errors import ConfigError
 
@@ -29,6 +29,8 @@ class Buckets:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        if not isinstance(sizes, Iterable):
+            raise ConfigError(f"buckets must be a sequence of token counts, got {sizes!r}")
         self.sizes = tuple(sizes)
         if not self.sizes:
             raise ConfigError("buckets is empty: nothing would be recorded; leave it out, or None")

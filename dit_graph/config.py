@@ -1,6 +1,6 @@
 """The frozen choices of one `enable`. Reads nothing from the environment."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -92,7 +92,7 @@ class GraphConfig:
     max_graphs: int = 64
 
     def __post_init__(self) -> None:
-        listed = isinstance(self.breaks, Iterable) and not isinstance(self.breaks, str)
+        listed = isinstance(self.breaks, Iterable) and not isinstance(self.breaks, (str, Mapping))
         if not (listed and all(isinstance(p, str) for p in self.breaks)):
             raise ConfigError(f"breaks must be a sequence of patterns, got {self.breaks!r}")
         object.__setattr__(self, "breaks", tuple(self.breaks))

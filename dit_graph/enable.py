@@ -79,11 +79,13 @@ class Handle:
         """
         target = self._alive()
         if self.config.mode == "prefill":
-            self._warm_buckets(**pipeline_kwargs)
+            self._warm_buckets(sizes=sizes, inputs=inputs, **pipeline_kwargs)
             return
         module = isinstance(target, torch.nn.Module)
         if (sizes is None) == (inputs is None) or module != (inputs is not None):
             raise ConfigError("warmup takes sizes for a pipeline, inputs for a bare module")
+        if module and pipeline_kwargs:
+            raise ConfigError(f"warmup of a bare module takes inputs alone, got {pipeline_kwargs}")
         if switched_off():
             log.warning("dit_graph: nothing is recorded by warmup: %s", switched_off())
             return
@@ -100,8 +102,11 @@ class Handle:
                 runner.warming = False
             self.pictures.listen()  # the pipeline's own scheduler is back
 
-    def _warm_buckets(self, batch: int = 1) -> None:
+    def _warm_buckets(self, batch: int = 1, **other: Any) -> None:
         """Record every bucket for prompts of `batch` rows, the largest first."""
+        if type(batch) is not int or batch < 1 or any(v is not None for v in other.values()):
+            given = {name: v for name, v in {"batch": batch, **other}.items() if v is not None}
+            raise ConfigError(f"warmup of prefill takes batch, a whole number, alone; got {given}")
         from dit_graph.modes.prefill import warm_buckets
 
         sizes = self.config.buckets or schedule(self.config.max_tokens)

@@ -20,7 +20,7 @@ from dit_graph.errors import CaptureError, Collective, Conflict, NotReplayed
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.guards import host_generators
-from dit_graph.key import Call, is_size
+from dit_graph.key import Call, is_size, tensors_of
 from dit_graph.proof import difference
 from dit_graph.state import Fingerprint
 from dit_graph.tape import Tape, own
@@ -55,6 +55,9 @@ class Recording:
             self._on.entries.settle(call.key, now)
         if call.changed_containers():
             entry.block("the forward changes a list, dict or array that it is given")
+        inference = [t.is_inference() for t in tensors_of(out)]
+        if any(inference) and not torch.is_inference_mode_enabled():
+            entry.block("the forward turns inference mode on by itself; turn it on around the call")
         if host_generators(self._on.generators) != drawn:
             entry.unsettled("the forward draws from Python's or numpy's generator, or seeds one")
         if repeated := self._accept(before):

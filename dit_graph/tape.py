@@ -8,7 +8,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph.buffers import shares_storage
-from dit_graph.devices.base import again
 from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.guards import DeviceNumber, Guard, matches
 from dit_graph.key import is_size
@@ -18,6 +17,14 @@ Spec = tuple[Any, ...]
 
 def spec_of(t: torch.Tensor) -> Spec:
     return (t.shape, t.stride(), t.dtype, t.device)
+
+
+def again(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run what was recorded. An operation had passed autocast where it was seen."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return func(*args, **kwargs)
+    with torch._C._DisableAutocast():
+        return func(*args, **kwargs)
 
 
 @dataclass(eq=False)

@@ -428,6 +428,13 @@ def test_an_array_that_the_forward_writes(machine: Machine) -> None:
     assert reason == "the forward changes a list, dict or array that it is given"
 
 
+def test_inference_mode_of_the_forwards_own(machine: Machine) -> None:
+    """What it makes cannot be written by a replay outside of it."""
+    pair = run(machine, torch.inference_mode()(lambda m, x: m.linear(x) * 2), [rows(0)] * 4)
+    reason = "the forward turns inference mode on by itself; turn it on around the call"
+    assert pair.stats["eager"] == {reason: 3}
+
+
 def test_a_size_stays_one(machine: Machine) -> None:
     """pytree would make a tuple of it."""
 

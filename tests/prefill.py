@@ -727,6 +727,11 @@ def test_the_schedule() -> None:
     Buckets(schedule(8192))
 
 
+def test_buckets_that_are_no_sequence() -> None:
+    with pytest.raises(dit_graph.ConfigError, match="must be a sequence of token counts, got 5"):
+        dit_graph.GraphConfig(mode="prefill", buckets=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("sizes", [[], [8, 4], [4, 4], [0], [4, 8.0], [True]])
 def test_wrong_buckets_are_an_error_at_construction(sizes: Any) -> None:
     """Row 37."""
@@ -800,6 +805,16 @@ def test_warm_up_records_the_largest_first(machine: Machine) -> None:
         tokens = ids(machine, n, 1, n)
         assert near(model(tokens).logits, twin(tokens).logits)
     assert handle.stats()["replays"] == 15
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"prompt": "a"}, {"sizes": [(64, 64)]}, {"batch": 0}, {"batch": "a"}]
+)
+def test_wrong_warm_ups(machine: Machine, kwargs: Any) -> None:
+    model, _, handle = two("Llama", machine, buckets=(8,))
+    with pytest.raises(dit_graph.ConfigError, match="takes batch, a whole number, alone; got"):
+        handle.warmup(**kwargs)
+    assert model is not None and handle.stats()["calls"] == 0  # the handle does not keep it
 
 
 def test_outside_of_no_grad_it_is_eager_by_name(machine: Machine) -> None:

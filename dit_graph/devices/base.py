@@ -14,14 +14,6 @@ def with_bits_of(t: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(twin) if t.is_neg() else twin
 
 
-def again(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run what was recorded. An operation had passed autocast where it was seen."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return func(*args, **kwargs)
-    with torch._C._DisableAutocast():
-        return func(*args, **kwargs)
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from or while handling, says that memory has run out.
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.devices.base import Device, Memory, Segment, Timer, again, with_bits_of
+from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
 from dit_graph.errors import Unsupported
+from dit_graph.tape import again
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
 _CHUNK = 64 << 20

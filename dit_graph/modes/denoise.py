@@ -32,6 +32,10 @@ _DENOISERS = ("transformer", "unet", "controlnet")
 def denoisers(target: Any) -> dict[str, torch.nn.Module]:
     """The modules of a pipeline that run once a step, or the module itself, by name."""
     if isinstance(target, torch.nn.Module):
+        if isinstance(target, torch.jit.ScriptModule):
+            raise ConfigError("a ScriptModule has no Python forward; enable what it was made of")
+        if target.forward == torch.nn.Module.forward.__get__(target):
+            raise ConfigError(f"{type(target).__name__} has no forward; enable a module that has")
         return {type(target).__name__: target}
     if not isinstance(target, DiffusionPipeline):
         raise ConfigError(
@@ -230,7 +234,11 @@ def warm_module(module: torch.nn.Module, inputs: Sequence[Any]) -> None:
     def size(call: Any) -> int:
         return -sum(t.numel() for t in tensors_of(call))
 
-    for call in sorted(inputs, key=size):
+    calls = [] if isinstance(inputs, (dict, torch.Tensor)) else [*inputs]
+    if not calls or not all(isinstance(call, (dict, tuple)) for call in calls):
+        got = f"a list of {type(calls[0]).__name__}" if calls else type(inputs).__name__
+        raise ConfigError(f"warmup takes as inputs a list of dicts or tuples, got {got}")
+    for call in sorted(calls, key=size):
         args, kwargs = ((), call) if isinstance(call, dict) else (tuple(call), {})
         with torch.no_grad():
             module(*args, **kwargs)

@@ -434,6 +434,36 @@ def test_wrong_warmups(kwargs: Any) -> None:
         handle.warmup(**kwargs)
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"inputs": []},
+        {"inputs": {"input": torch.ones(1, 4)}},
+        {"inputs": torch.ones(2, 1, 4)},
+        {"inputs": [torch.ones(1, 4)]},
+        {"inputs": [(torch.ones(1, 4),)], "prompt": "a fox"},
+    ],
+)
+def test_wrong_warmups_of_a_bare_module(kwargs: Any) -> None:
+    handle = dit_graph.enable(torch.nn.Linear(4, 4), **OPTIONS)
+    with pytest.raises(dit_graph.ConfigError, match=r"warmup .*inputs"):
+        handle.warmup(**kwargs)
+    assert handle.stats()["calls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: torch.jit.script(torch.nn.Linear(2, 2)), "a ScriptModule has no Python forward"),
+        (lambda: torch.nn.ModuleList([torch.nn.Linear(2, 2)]), "ModuleList has no forward"),
+        (torch.nn.Module, "Module has no forward"),
+    ],
+)
+def test_modules_that_cannot_be_called(made: Any, says: str) -> None:
+    with pytest.raises(dit_graph.ConfigError, match=says):
+        dit_graph.enable(made(), **OPTIONS)
+
+
 def test_warmup_of_a_pipeline_without_sizes() -> None:
     torch.manual_seed(0)
     vae = AutoencoderKL(block_out_channels=(4,), latent_channels=4, norm_num_groups=1)

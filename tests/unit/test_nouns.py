@@ -41,6 +41,7 @@ X, Y = torch.zeros(2), torch.ones(2)
         ({"max_graphs": True}, "max_graphs must be"),
         ({"breaks": "*.attn"}, "breaks must be a sequence of patterns"),
         ({"breaks": 3}, "breaks must be a sequence of patterns, got 3"),
+        ({"breaks": {"a": 1}}, "breaks must be a sequence of patterns, got {"),
         ({"sizes": []}, "unknown option sizes; known: mode, buckets"),
         ({"buckets": []}, 'buckets belong to mode="prefill"'),
         ({"backend": "full", "breaks": ("*.attn",)}, 'backend="full" is one graph'),
