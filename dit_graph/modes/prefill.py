@@ -22,6 +22,7 @@ from dit_graph.buckets import Buckets
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.errors import CaptureError, DeviceFailed, NotReplayed
 from dit_graph.modes import live
+from dit_graph.modes.apart import apart, cache_of, counting_mask, tokens_in
 from dit_graph.modes.bodies import names_in, takes_masks_by_layer
 from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
 from dit_graph.opaque import put_in_place
@@ -45,56 +46,6 @@ def _of_text(positions: torch.Tensor) -> torch.Tensor | None:
     if positions.dim() == 2:
         return positions
     return positions[0] if positions.shape[0] == 4 else None
-
-
-def _cache_of(out: Any) -> Any:
-    return out.get("cache") if out.get("cache") is not None else out.get("past_key_values")
-
-
-def _past(cache: Any) -> int:
-    """The tokens that a cache has."""
-    return 0 if cache is None else int(cache.get_seq_length())
-
-
-def _counting_mask(given: dict[str, Any], tokens: int) -> torch.Tensor | None:
-    """The mask that says of each token up to now whether it counts, where one is given."""
-    mask = given.get("attention_mask")
-    return mask[:, :tokens] if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-
-
-def _counting(mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """Which of `tokens` in a row count, of those of a mask (batch or 1, all tokens up to now).
-
-    A cache may keep fewer of them, the last ones, or have room for more, which is compared too.
-    """
-    mask = mask.bool().expand(batch, -1)[:, -tokens:]
-    return torch.nn.functional.pad(mask, (0, tokens - mask.shape[1]), value=True)
-
-
-def _apart(
-    found: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor | None, mine: Any, its: Any
-) -> str:
-    """How far a padded call is from the plain one, where that is too far; its cache included.
-
-    `mask` (batch or 1, all tokens up to now) leaves tokens out whose values nobody reads.
-    """
-    pairs = [("hidden states", found, wanted)]
-    if mine is not None and its is not None:
-        layers = enumerate(zip(mine.layers, its.layers))
-        filled = [(i, a, b) for i, (a, b) in layers if a.is_initialized]
-        for what in ("keys", "values"):
-            states = [(i, getattr(a, what), getattr(b, what)) for i, a, b in filled]
-            pairs += [
-                (f"{what} of layer {i}", a.transpose(1, 2), b.transpose(1, 2)) for i, a, b in states
-            ]
-    for what, a, b in pairs:
-        if mask is not None and a.shape == b.shape:
-            rows = _counting(mask, *a.shape[:2])
-            a, b = a[rows], b[rows]
-        bound = 1e-3 if a.dtype in (torch.float32, torch.float64) else 0.1  # of the largest value
-        if a.shape != b.shape or not bool((a - b).abs().max() <= bound * b.abs().max() + 1e-12):
-            return f"its {what} are not those of the plain forward"
-    return ""
 
 
 class Prefill:
@@ -139,7 +90,7 @@ class Prefill:
         if reason := reason or self._wrong:
             return self.runner.refuse(reason, plain, expected=reason == DECODE)
         cache, use_cache = self._cache(given)
-        positions, past = given.get("position_ids"), _past(cache)
+        positions, past = given.get("position_ids"), tokens_in(cache)
         if positions is None:
             positions = (torch.arange(tokens.shape[1], device=tokens.device) + past).unsqueeze(0)
         masks = self._masks(given, tokens, cache, positions)
@@ -151,7 +102,7 @@ class Prefill:
         )  # fmt: skip
         padded_call = functools.partial(self._padded, given, tokens, positions, masks, length)
         if kind not in self._proven:
-            mask = _counting_mask(given, past + tokens.shape[1])
+            mask = counting_mask(given, past + tokens.shape[1])
             if mask is not None and not mask[:, past:].any():
                 return self.runner.refuse("attention_mask leaves every token out", plain)
             return self._prove(kind, plain, padded_call, given, cache, mask)
@@ -233,8 +184,8 @@ class Prefill:
         out = plain()
         try:
             found = padded_call(scratch)["last_hidden_state"]
-            written = _cache_of(out) if its is None else its
-            wrong = _apart(found, out.last_hidden_state, mask, scratch, written)
+            written = cache_of(out) if its is None else its
+            wrong = apart(found, out.last_hidden_state, mask, scratch, written)
         except (DeviceFailed, NotReplayed):
             raise
         except Exception as error:
@@ -272,10 +223,10 @@ class Prefill:
         positions = given.get("position_ids")
         if positions is not None and positions.shape[-1] != tokens.shape[1]:
             return 0, "position_ids are not as many as the tokens"
-        so_far = _past(cache) + tokens.shape[1]
-        if (mask := _counting_mask(given, so_far)) is not None and mask.shape[1] < so_far:
+        so_far = tokens_in(cache) + tokens.shape[1]
+        if (mask := counting_mask(given, so_far)) is not None and mask.shape[1] < so_far:
             return 0, "attention_mask is shorter than the tokens and those in the cache"
-        if self._in_graph and _past(cache):
+        if self._in_graph and tokens_in(cache):
             return 0, 'tokens are in the cache already; backend "full" records a first chunk'
         attention = live.name_of(self._body.config)
         if self._in_graph and attention not in ("sdpa", "eager"):
