@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 import dit_graph
 from dit_graph.buckets import Buckets, schedule
 from dit_graph.modes import live
+from dit_graph.modes.apart import apart
 from dit_graph.modes.prefill import DECODE
 from dit_graph.tape import Break
 from tests.pair import PLAIN, Machine
@@ -344,6 +345,37 @@ def test_a_cache_of_something_else_under_a_mask(machine: Machine) -> None:
     assert "keys of layer 0" in reason, reason
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_tokens_that_a_mask_leaves_out_do_not_count(machine: Machine, static: bool) -> None:
+    """Nobody reads them, and kernels differ in what they make of rows that see nothing."""
+    config = build("Llama", machine).config
+
+    def cached(change: tuple[int, float]) -> Any:
+        """Five tokens in the cache already, and two new ones."""
+        cache = StaticCache(config=config, max_cache_len=12) if static else DynamicCache()
+        states = torch.ones(2, 2, 7, 8, device=machine.on)
+        states[0, :, change[0]] += change[1]
+        cache.update(states, states, 0)
+        return cache
+
+    mask = torch.ones(2, 7, dtype=torch.long, device=machine.on)
+    mask[0, [0, 5]] = 0
+    h = torch.ones(2, 2, 4, device=machine.on)
+    other = h.clone()
+    other[0, 0] = float("nan")
+    assert apart(other, h, mask, None, None) == ""
+    other[1, 0] = 2.0
+    assert apart(other, h, mask, None, None).startswith("its hidden states")
+    assert apart(h, h, mask, cached((0, 1.0)), cached((0, 0.0))) == ""
+    assert apart(h, h, mask, cached((5, 1.0)), cached((5, 0.0))) == ""
+    assert apart(h, h, mask, cached((6, 1.0)), cached((6, 0.0))).startswith("its keys of layer 0")
+    assert apart(h, h, mask, cached((1, 1.0)), cached((1, 0.0))).startswith("its keys of layer 0")
+    if static:
+        mine, its = cached((0, 0.0)), cached((0, 0.0))
+        mine.layers[0].keys[:, :, 9] = 1.0  # where no token is yet
+        assert apart(h, h, mask, mine, its).startswith("its keys of layer 0")
+
+
 def restarting(machine: Machine, n: int, second: int) -> torch.Tensor:
     """The positions of two prompts in one row."""
     return torch.cat([torch.arange(second), torch.arange(n - second)])[None].to(machine.on)
@@ -426,14 +458,14 @@ def test_hidden_states_have_eagers_strides(machine: Machine) -> None:
 def test_arguments_that_do_not_fit_are_the_models_own_error(machine: Machine) -> None:
     model, twin, handle = two("Llama", machine, buckets=(8,))
     tokens = ids(machine, 0, 1, 7)
+    positions = torch.arange(8, device=machine.on)[None]
+    for _ in range(3):
+        model(tokens, position_ids=positions[:, :7])
+    assert handle.stats()["replays"] == 1
     for n in (5, 8):
-        positions = torch.arange(n, device=machine.on)[None]
         for m in (model, twin):
             with pytest.raises(RuntimeError, match="size of tensor"):
-                m(tokens, position_ids=positions)
-    for _ in range(3):
-        model(tokens)
-    assert handle.stats()["replays"] == 1
+                m(tokens, position_ids=positions[:, :n])
 
 
 def test_a_cache_that_the_config_does_not_use(machine: Machine) -> None:

@@ -574,3 +574,12 @@ def test_strict_names_what_stands_between(how: str, caplog: Any) -> None:
     assert says in caplog.text and says in handle.report()
     if how == "slot":  # put right
         draw(pipe, 2)
+
+
+def test_a_replay_keeps_the_shapes_that_were_recorded() -> None:
+    """A result of one element would fill a home of two."""
+    segment, sizes = recorder.RecorderSegment(recorder.Arena(), lambda t: t), iter([2, 2, 1])
+    segment.call(lambda: torch.ones(next(sizes)), (), {})
+    segment()
+    with pytest.raises(RuntimeError, match="recorded"):
+        segment()
