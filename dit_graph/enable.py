@@ -85,7 +85,8 @@ class Handle:
         if (sizes is None) == (inputs is None) or module != (inputs is not None):
             raise ConfigError("warmup takes sizes for a pipeline, inputs for a bare module")
         if module and pipeline_kwargs:
-            raise ConfigError(f"warmup of a bare module takes inputs alone, got {pipeline_kwargs}")
+            given = ", ".join(pipeline_kwargs)
+            raise ConfigError(f"warmup of a bare module takes inputs alone; given too: {given}")
         if switched_off():
             log.warning("dit_graph: nothing is recorded by warmup: %s", switched_off())
             return
@@ -104,9 +105,10 @@ class Handle:
 
     def _warm_buckets(self, batch: int = 1, **other: Any) -> None:
         """Record every bucket for prompts of `batch` rows, the largest first."""
-        if type(batch) is not int or batch < 1 or any(v is not None for v in other.values()):
-            given = {name: v for name, v in {"batch": batch, **other}.items() if v is not None}
-            raise ConfigError(f"warmup of prefill takes batch, a whole number, alone; got {given}")
+        if given := [name for name, value in other.items() if value is not None]:
+            raise ConfigError(f"warmup of prefill takes batch alone; given too: {', '.join(given)}")
+        if type(batch) is not int or batch < 1:
+            raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r}")
         from dit_graph.modes.prefill import warm_buckets
 
         sizes = self.config.buckets or schedule(self.config.max_tokens)

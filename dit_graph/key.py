@@ -102,6 +102,7 @@ class Call:
         self.tensors: list[torch.Tensor] = []
         self._given: dict[int, int] = {}  # the tensors by id, and where they are in the list
         self._records: list[tuple[Any, list[Any]]] = []  # dataclass arguments and what they held
+        self._arrays: list[tuple[Any, tuple[Any, ...]]] = []  # numpy's, and their parts of the key
         leaves, self._spec = pytree.tree_flatten(arguments, is_size)
         self._leaves = leaves
         self.key = GraphKey(self._spec, tuple(map(self._leaf, leaves)), context(self._extra(extra)))
@@ -133,8 +134,9 @@ class Call:
             return (kind, repr(value))
         if isinstance(value, _PLAIN):
             return (kind, value)
-        if _is_array(value) and not value.dtype.hasobject:
-            return (kind, str(value.dtype), value.shape, value.tobytes())
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject:
+            self._arrays.append((value, array := _array(value)))
+            return array
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             leaves, spec = pytree.tree_flatten(_attributes(value), is_size)
             self._records.append((value, leaves))
@@ -162,8 +164,7 @@ class Call:
         now = [(self.arguments, self._leaves)]
         now += [(_attributes(record), leaves) for record, leaves in self._records]
         flat = [(pytree.tree_leaves(tree, is_size), before) for tree, before in now]
-        arrays = [(i, leaf) for i, leaf in enumerate(self._leaves) if _is_array(leaf)]
-        written = any(self._leaf(leaf) != self.key.leaves[i] for i, leaf in arrays)
+        written = any(_array(array) != before for array, before in self._arrays)
         return written or any(len(a) != len(b) or any(map(is_not, a, b)) for a, b in flat)
 
 
@@ -213,9 +214,9 @@ def _without_value(leaf: tuple[Any, ...]) -> tuple[Any, ...]:
     return leaf[:1]
 
 
-def _is_array(value: Any) -> bool:
-    """A numpy array or scalar."""
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+def _array(value: Any) -> tuple[Any, ...]:
+    """A numpy array or scalar as a key has it."""
+    return (type(value), str(value.dtype), value.shape, value.tobytes())
 
 
 def is_size(value: Any) -> bool:

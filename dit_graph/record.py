@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import traceback
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -55,14 +55,15 @@ class Recording:
             self._on.entries.settle(call.key, now)
         if call.changed_containers():
             entry.block("the forward changes a list, dict or array that it is given")
-        inference = [t.is_inference() for t in tensors_of(out)]
-        if any(inference) and not torch.is_inference_mode_enabled():
-            entry.block("the forward turns inference mode on by itself; turn it on around the call")
         if host_generators(self._on.generators) != drawn:
             entry.unsettled("the forward draws from Python's or numpy's generator, or seeds one")
         if repeated := self._accept(before):
             entry.block(f"the forward writes Python state: {repeated[0]}")
-        return self._owned(out, call)
+        theirs = {t.untyped_storage()._cdata for t in [*call.tensors, *self._on.state.tensors()]}
+        made = [t for t in tensors_of(out) if t.untyped_storage()._cdata not in theirs]
+        if any(t.is_inference() for t in made) and not torch.is_inference_mode_enabled():
+            entry.block("the forward turns inference mode on by itself; turn it on around the call")
+        return self._owned(out, made)
 
     def _accept(self, before: Fingerprint) -> list[str]:
         """Take over what a forward wrote into Python state; returns what it wrote before, too.
@@ -74,18 +75,17 @@ class Recording:
             self._on.entries.forget_recordings()
         return self._on.state.accept(changes)
 
-    def _owned(self, out: Any, call: Call) -> Any:
-        """The caller's own copy; what aliases an argument or the module stays what it is."""
-        known = {t.untyped_storage()._cdata for t in [*call.tensors, *self._on.state.tensors()]}
-
-        def copy(t: torch.Tensor) -> torch.Tensor:
-            if t.untyped_storage()._cdata in known:
-                return t
-            return cast(torch.Tensor, own(t))
-
-        copied = pytree.tree_map_only(torch.Tensor, copy, out, is_leaf=is_size)
+    def _owned(self, out: Any, made: list[torch.Tensor]) -> Any:
+        """The caller's own copies of what was `made`; what aliases an argument or the module stays
+        what it is."""
+        if not made:
+            return out
+        new = set(map(id, made))
+        copied = pytree.tree_map_only(
+            torch.Tensor, lambda t: own(t) if id(t) in new else t, out, is_leaf=is_size
+        )
         with self._on.pool.device.stream():
-            pass  # whoever gets the memory of `out` there next waits until it has been copied
+            pass  # whoever gets the memory of `made` there next waits until it has been copied
         return copied
 
     def capture(

@@ -20,7 +20,7 @@ def spec_of(t: torch.Tensor) -> Spec:
 
 
 def again(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run what was recorded. An operation had passed autocast where it was seen."""
+    """Run what was recorded; an operation as it ran where the watcher saw it, below autocast."""
     if not isinstance(func, torch._ops.OpOverload):
         return func(*args, **kwargs)
     with torch._C._DisableAutocast():

@@ -70,7 +70,7 @@ class OpWatch(TorchDispatchMode):
     ) -> Any:
         capture, kwargs = self._capture, kwargs or {}
         _refuse_collective(func, types)
-        if _is_composite(func, capture.device.type):
+        if not types and _is_composite(func, capture.device.type):
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         if capture.in_break:
@@ -80,11 +80,12 @@ class OpWatch(TorchDispatchMode):
 
 @functools.cache
 def _is_composite(func: Any, device: str) -> bool:
-    """Whether torch runs it as other operations, which are what is to be seen.
+    """Whether it is one of torch's that run as others, which are what is to be seen.
 
     A mode sees those right away where tensors carry autograd's keys, and not in inference mode.
+    What somebody else has registered may read values in Python, unseen; it stays whole.
     """
-    if not isinstance(func, torch._ops.OpOverload):
+    if getattr(func, "namespace", "") != "aten":
         return False
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
     return has_kernel(name, _COMPOSITE.name) and not has_kernel(name, device.upper())
@@ -167,7 +168,7 @@ class CallWatch(TorchFunctionMode):
         if func in _MAKES:
             return _make(c, func, args, kwargs)
         if func in _SPLITS:
-            return _split(c, func, *args, **kwargs)
+            return _split(c, func, args, kwargs)
         if c.device.copies_to_host(func, args) and not c.known.is_host(args[0]):
             copy = c.eager(torch.clone, args[:1], {}, reason="copy to the host", to_host=True)
             return func(copy, *args[1:], **kwargs)
@@ -190,12 +191,17 @@ def _read(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return value
 
 
-def _split(c: "Capture", func: Any, x: Any, where: Any = None, dim: int = 0, **kwargs: Any) -> Any:
+def _split(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`torch.tensor_split`, which reads a tensor's memory itself, where no mode sees it."""
-    where = kwargs.pop("tensor_indices_or_sections", where)
+    where = kwargs.get("tensor_indices_or_sections", args[1] if len(args) > 1 else None)
     if isinstance(where, torch.Tensor):
-        where = _read(c, torch.Tensor.tolist, (where,), {})
-    return func(x, **kwargs, dim=dim) if where is None else func(x, where, dim, **kwargs)
+        at = _read(c, torch.Tensor.tolist, (where,), {})
+        if len(args) > 1:
+            args = (args[0], at, *args[2:])
+        else:
+            kwargs = {name: value for name, value in kwargs.items() if value is not where}
+            kwargs["sections" if isinstance(at, int) else "indices"] = at
+    return func(*args, **kwargs)
 
 
 def _make(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

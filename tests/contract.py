@@ -418,13 +418,15 @@ def test_an_array_that_the_forward_writes(machine: Machine) -> None:
         n += 1
         return m.linear(x) + torch.from_numpy(n).to(x.device)
 
-    module = Module(body).to(machine.on)
-    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
-    for i in range(4):
-        n = np.zeros(8, np.float32)
-        module(rows(i).to(machine.on), n)
-        assert (n == 1).all()
-    (reason,) = handle.stats()["eager"]
+    wrapped = Module(lambda m, x, c: body(m, x, c.tokens))
+    for module, wrap in ((Module(body), lambda n: n), (wrapped, Conditioning)):
+        module = module.to(machine.on)
+        handle = dit_graph.enable(module, device=machine.device, **PLAIN)
+        for i in range(4):
+            n = np.zeros(8, np.float32)
+            module(rows(i).to(machine.on), wrap(n))
+            assert (n == 1).all()
+        (reason,) = handle.stats()["eager"]
     assert reason == "the forward changes a list, dict or array that it is given"
 
 
@@ -433,6 +435,18 @@ def test_inference_mode_of_the_forwards_own(machine: Machine) -> None:
     pair = run(machine, torch.inference_mode()(lambda m, x: m.linear(x) * 2), [rows(0)] * 4)
     reason = "the forward turns inference mode on by itself; turn it on around the call"
     assert pair.stats["eager"] == {reason: 3}
+
+
+def test_an_inference_tensor_of_the_callers_is_no_sign_of_that(machine: Machine) -> None:
+    with torch.inference_mode():
+        x = rows(0).to(machine.on)
+    module = Module(lambda m, x, e: (m.linear(x), e, e[None])).to(machine.on)
+    twin = copy.deepcopy(module)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
+    for i in range(4):
+        out, expected = module(rows(i).to(machine.on), x), twin(rows(i).to(machine.on), x)
+        assert all(map(torch.equal, out, expected)) and out[1] is x
+    assert handle.stats()["replays"] == 2
 
 
 def test_a_size_stays_one(machine: Machine) -> None:
@@ -1314,16 +1328,32 @@ def test_split_where_a_tensor_says(machine: Machine) -> None:
 
     def body(m: Any, x: Any, at: Any, end: Any) -> Any:
         first, *_ = torch.tensor_split(m.linear(x), at, dim=1)
-        return first.sum(1), x.tensor_split(tensor_indices_or_sections=end)[0]
+        second = torch.tensor_split(input=x, tensor_indices_or_sections=end)[0]
+        parts = torch.tensor_split(input=x, sections=2), torch.tensor_split(x, indices=(1,), dim=1)
+        return first.sum(1), second, x.tensor_split(at, 1)[0].sum(), parts
 
     calls = [
         {"x": rows(i), "at": torch.tensor([1 + i % 3]), "end": torch.tensor(1 + i % 2)}
         for i in range(24)
     ]
+    for i in range(6):  # the names that a call may use
+        calls[18 + i]["at"] = [calls[i]["at"], 2, (1, 2), calls[i]["end"]][i % 4]
     pair = machine.pair(Module(body))
     for call in calls:  # the indices stay on the host
         pair(call["x"].to(machine.on), call["at"], call["end"])
     assert pair.replays >= 8 and pair.stats["eager"] == {}, pair.handle.report()
+
+
+def test_a_composite_operation_of_somebody_elses_stays_whole(machine: Machine) -> None:
+    """Its Python may read values where no mode looks."""
+    library = torch.library.Library("dit_graph_tests", "FRAGMENT")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: x * x.tolist()[0][0], "CompositeImplicitAutograd")
+    with torch.inference_mode():
+        pair = machine.pair(Module(lambda m, x: torch.ops.dit_graph_tests.scaled(m.linear(x))))
+        for i in (0, 0, 0, 1, 2):
+            pair(rows(i).to(machine.on))
+    assert pair.replays >= 1
 
 
 def test_an_operation_left_out_of_autocast_stays_out(machine: Machine) -> None:

@@ -54,7 +54,7 @@ def unsupported(body: Any) -> str:
 
 
 def _windowed_maker(config: Any) -> str:
-    """What makes the mask for a config of one kind of layer, where they do not see all tokens."""
+    """The function of transformers that must make the mask where every layer has a window."""
     layers = set(getattr(config, "layer_types", None) or ())
     windows = {
         "sliding_attention": ("sliding_window", "create_sliding_window_causal_mask"),

@@ -234,11 +234,15 @@ def warm_module(module: torch.nn.Module, inputs: Sequence[Any]) -> None:
     def size(call: Any) -> int:
         return -sum(t.numel() for t in tensors_of(call))
 
-    calls = [] if isinstance(inputs, (dict, torch.Tensor)) else [*inputs]
-    if not calls or not all(isinstance(call, (dict, tuple)) for call in calls):
-        got = f"a list of {type(calls[0]).__name__}" if calls else type(inputs).__name__
-        raise ConfigError(f"warmup takes as inputs a list of dicts or tuples, got {got}")
-    for call in sorted(calls, key=size):
+    wanted = "warmup takes as inputs a list of dicts or tuples, one a signature"
+    if not isinstance(inputs, (list, tuple)) or not inputs:
+        got = "an empty one" if isinstance(inputs, (list, tuple)) else type(inputs).__name__
+        raise ConfigError(f"{wanted}; got {got}")
+    if other := [
+        type(call).__name__ for call in inputs if not isinstance(call, (dict, list, tuple))
+    ]:
+        raise ConfigError(f"{wanted}; one of them is a {other[0]}")
+    for call in sorted(inputs, key=size):
         args, kwargs = ((), call) if isinstance(call, dict) else (tuple(call), {})
         with torch.no_grad():
             module(*args, **kwargs)

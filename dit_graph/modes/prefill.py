@@ -153,14 +153,14 @@ class Prefill:
 
     def _sees_all(self, tokens: int) -> tuple[bool, ...]:
         """Whether so many tokens lie in the windows that the config names. A body that makes its
-        masks by other rules than the config's differs where they do not, and there alone."""
+        masks by other rules than the config's can differ past them only."""
         names = ("sliding_window", "attention_chunk_size")
         windows = [getattr(self._body.config, name, None) for name in names]
         return tuple(tokens <= window for window in windows if window)
 
     def _is_packed(self, given: dict[str, Any], past: int) -> bool:
         """Whether several prompts may lie in one row, told apart by positions that start again,
-        which some bodies look at and some do not."""
+        which some bodies look at and some do not. Waits for the device."""
         positions = given.get("position_ids")
         if positions is None or past or "attention_mask" in given:
             return False
