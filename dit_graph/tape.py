@@ -19,12 +19,16 @@ def spec_of(t: torch.Tensor) -> Spec:
     return (t.shape, t.stride(), t.dtype, t.device)
 
 
-def again(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run what was recorded; an operation as it ran where the watcher saw it, below autocast."""
+def below_autocast(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func`; for an operation, what runs it again as it ran where the watcher saw it."""
     if not isinstance(func, torch._ops.OpOverload):
-        return func(*args, **kwargs)
-    with torch._C._DisableAutocast():
-        return func(*args, **kwargs)
+        return func
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return func(*args, **kwargs)
+
+    return run
 
 
 @dataclass(eq=False)
@@ -53,10 +57,11 @@ class Break:
         containers = not all(map(pytree.tree_is_leaf, (*args, *kwargs.values())))
         # containers are made anew for every call, which may change them
         self._arguments = None if containers else (args, kwargs)
+        self._run = below_autocast(self.fn)
 
     def __call__(self) -> None:
         args, kwargs = self._arguments or pytree.tree_unflatten(self.leaves, self.spec)
-        leaves, spec = pytree.tree_flatten(again(self.fn, args, kwargs), is_size)
+        leaves, spec = pytree.tree_flatten(self._run(*args, **kwargs), is_size)
         if spec != self.results:
             self._changed("structure", self.results, spec)
         for i, (home, leaf) in enumerate(zip(self.homes, leaves)):

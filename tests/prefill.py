@@ -457,6 +457,26 @@ def test_a_window_of_which_no_token_counts(machine: Machine) -> None:
     assert handle.stats()["replays"] == 3 and handle.stats()["eager"] == {}
 
 
+def test_a_static_cache_is_asked_for_its_length_once_at_most(
+    machine: Machine, monkeypatch: Any
+) -> None:
+    """It has it on the device. Where no mask is given and no window set, nobody has to know."""
+    model, _, handle = two("Llama", machine, buckets=(8,))
+    asked = []
+    monkeypatch.setattr("dit_graph.modes.prefill.tokens_in", lambda c: asked.append(c) or 0)
+    mask = torch.ones(1, 7, dtype=torch.long, device=machine.on)
+    for seed in range(6):
+        cache = StaticCache(config=model.config, max_cache_len=8)
+        asked.clear()
+        model(ids(machine, seed, 1, 7), past_key_values=cache)
+        assert len(asked) == (seed == 0)  # where it is proven
+        asked.clear()
+        cache = StaticCache(config=model.config, max_cache_len=8)
+        model(ids(machine, seed, 1, 7), past_key_values=cache, attention_mask=mask)
+        assert len(asked) == 1
+    assert handle.stats()["replays"] >= 8
+
+
 def test_hidden_states_have_eagers_strides(machine: Machine) -> None:
     model, twin, handle = two("Llama", machine, buckets=(8,))
     for seed in range(4):

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
 from dit_graph.errors import Unsupported
-from dit_graph.tape import again
+from dit_graph.tape import below_autocast
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
 _CHUNK = 64 << 20
@@ -111,7 +111,7 @@ class RecorderSegment(Segment):
         schema = getattr(func, "_schema", None)
         views = not any(h is not None for h in homes) and schema and not schema.is_mutable
         if not views and getattr(func, "__name__", "").split(".")[0] not in _UNWRITTEN:
-            self._program.append((func, held_args, held_kwargs, homes))
+            self._program.append((below_autocast(func), held_args, held_kwargs, homes))
         return out
 
     def _move(self, t: torch.Tensor, known: set[int], moved: dict[int, Any]) -> torch.Tensor:
@@ -144,11 +144,11 @@ class RecorderSegment(Segment):
 
     def __call__(self) -> None:
         for func, args, kwargs, homes in self._program:
-            for home, leaf in zip(homes, pytree.tree_leaves(again(func, args, kwargs))):
+            for home, leaf in zip(homes, pytree.tree_leaves(func(*args, **kwargs))):
                 if home is None:
                     continue
                 if leaf.shape != home.shape:
-                    raise RuntimeError(f"{func} made {leaf.shape}, recorded {home.shape}")
+                    raise RuntimeError(f"a result is {leaf.shape}, recorded {home.shape}")
                 home.copy_(leaf)
 
 

@@ -14,8 +14,9 @@ def tokens_in(cache: Any) -> int:
     return 0 if cache is None else int(cache.get_seq_length())
 
 
-def counting_mask(given: dict[str, Any], tokens: int) -> torch.Tensor | None:
-    """The mask that says of each token up to now whether it counts, where one is given."""
+def counting_mask(given: dict[str, Any], tokens: int | None = None) -> torch.Tensor | None:
+    """The mask that says of each token whether it counts, where one is given; it may go on past
+    the `tokens` up to now."""
     mask = given.get("attention_mask")
     return mask[:, :tokens] if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 

@@ -34,7 +34,7 @@ def denoisers(target: Any) -> dict[str, torch.nn.Module]:
     if isinstance(target, torch.nn.Module):
         if isinstance(target, torch.jit.ScriptModule):
             raise ConfigError("a ScriptModule has no Python forward; enable what it was made of")
-        if target.forward == torch.nn.Module.forward.__get__(target):
+        if getattr(target.forward, "__func__", None) is torch.nn.Module.forward:
             raise ConfigError(f"{type(target).__name__} has no forward; enable a module that has")
         return {type(target).__name__: target}
     if not isinstance(target, DiffusionPipeline):

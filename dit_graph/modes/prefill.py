@@ -85,32 +85,38 @@ class Prefill:
         given |= given.pop("kwargs", {})
         given = {name: value for name, value in given.items() if value is not None}
         tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
-        length, reason = self._length(given, tokens)
+        cache = given.get(self._cache_name, given.get("past_key_values"))
+        # at most once, and where it is needed: a static cache has it on the device
+        past = functools.cache(functools.partial(tokens_in, cache))
+        length, reason = self._length(given, tokens, cache, past)
         plain = functools.partial(self._original, *args, **kwargs)
         if reason := reason or self._wrong:
             return self.runner.refuse(reason, plain, expected=reason == DECODE)
-        cache, use_cache = self._cache(given)
-        positions, past = given.get("position_ids"), tokens_in(cache)
+        uses_cache = self._uses_cache(given)
+        if uses_cache and cache is None:
+            cache = DynamicCache(config=self._body.config)
+        positions = given.get("position_ids")
         if positions is None:
-            positions = (torch.arange(tokens.shape[1], device=tokens.device) + past).unsqueeze(0)
+            before = 0 if cache is None else cache.get_seq_length()
+            positions = (torch.arange(tokens.shape[1], device=tokens.device) + before).unsqueeze(0)
         masks = self._masks(given, tokens, cache, positions)
         kind = (
             length, tokens.shape[0], tokens.dim(), positions.dim(), cache is None,
             "attention_mask" in given, _ALL in given,
             tuple((name, mask is None) for name, mask in masks.items()),
-            self._sees_all(past + tokens.shape[1]), self._is_packed(given, past),
+            self._sees_all(tokens.shape[1], past), self._is_packed(given, past),
         )  # fmt: skip
         padded_call = functools.partial(self._padded, given, tokens, positions, masks, length)
         if kind not in self._proven:
-            mask = counting_mask(given, past + tokens.shape[1])
-            if mask is not None and not mask[:, past:].any():
+            mask = counting_mask(given, past() + tokens.shape[1])
+            if mask is not None and not mask[:, past() :].any():
                 return self.runner.refuse("attention_mask leaves every token out", plain)
             return self._prove(kind, plain, padded_call, given, cache, mask)
         out = padded_call(cache, plain)
         if type(out) is not dict:  # what the body itself returned
             return out
         assert self._out is not None
-        kept = {self._cache_name: cache} if use_cache else {}
+        kept = {self._cache_name: cache} if uses_cache else {}
         return self._out(**out, **kept)
 
     def _padded(
@@ -151,18 +157,18 @@ class Prefill:
         )
         return found
 
-    def _sees_all(self, tokens: int) -> tuple[bool, ...]:
-        """Whether so many tokens lie in the windows that the config names. A body that makes its
-        masks by other rules than the config's can differ past them only."""
+    def _sees_all(self, tokens: int, past: Callable[[], int]) -> tuple[bool, ...]:
+        """Whether all tokens up to now lie in the windows that the config names. A body that makes
+        its masks by other rules than the config's can differ past them only."""
         names = ("sliding_window", "attention_chunk_size")
         windows = [getattr(self._body.config, name, None) for name in names]
-        return tuple(tokens <= window for window in windows if window)
+        return tuple(past() + tokens <= window for window in windows if window)
 
-    def _is_packed(self, given: dict[str, Any], past: int) -> bool:
+    def _is_packed(self, given: dict[str, Any], past: Callable[[], int]) -> bool:
         """Whether several prompts may lie in one row, told apart by positions that start again,
         which some bodies look at and some do not. Waits for the device."""
         positions = given.get("position_ids")
-        if positions is None or past or "attention_mask" in given:
+        if positions is None or "attention_mask" in given or past():
             return False
         return bool((positions.diff(dim=-1) != 1).any())
 
@@ -198,7 +204,9 @@ class Prefill:
         self._proven.add(kind)
         return out
 
-    def _length(self, given: dict[str, Any], tokens: Any) -> tuple[int, str]:
+    def _length(
+        self, given: dict[str, Any], tokens: Any, cache: Any, past: Callable[[], int]
+    ) -> tuple[int, str]:
         """The bucket of a call, or why it stays eager."""
         if not isinstance(tokens, torch.Tensor) or {"input_ids", "inputs_embeds"} <= given.keys():
             return 0, "neither input_ids nor inputs_embeds, or both"  # the model's own error
@@ -219,14 +227,12 @@ class Prefill:
             return 0, "gradients are needed; call it under torch.no_grad()"
         if tokens.shape[1] == 1:
             return 0, DECODE
-        cache = given.get(self._cache_name, given.get("past_key_values"))
-        positions = given.get("position_ids")
+        positions, mask = given.get("position_ids"), counting_mask(given)
         if positions is not None and positions.shape[-1] != tokens.shape[1]:
             return 0, "position_ids are not as many as the tokens"
-        so_far = tokens_in(cache) + tokens.shape[1]
-        if (mask := counting_mask(given, so_far)) is not None and mask.shape[1] < so_far:
+        if mask is not None and mask.shape[1] < past() + tokens.shape[1]:
             return 0, "attention_mask is shorter than the tokens and those in the cache"
-        if self._in_graph and tokens_in(cache):
+        if self._in_graph and past():
             return 0, 'tokens are in the cache already; backend "full" records a first chunk'
         attention = live.name_of(self._body.config)
         if self._in_graph and attention not in ("sdpa", "eager"):
@@ -234,13 +240,6 @@ class Prefill:
         if cache is not None and not self._uses_cache(given):
             return 0, "a cache is given and use_cache is False"
         return self._buckets.find(tokens.shape[1])
-
-    def _cache(self, given: dict[str, Any]) -> tuple[Any, bool]:
-        cache = given.get(self._cache_name, given.get("past_key_values"))
-        use_cache = self._uses_cache(given)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self._body.config)
-        return cache, use_cache
 
     def _uses_cache(self, given: dict[str, Any]) -> bool:
         return bool(given.get("use_cache", getattr(self._body.config, "use_cache", True)))

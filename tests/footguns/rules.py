@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from dit_graph import (
     blockers,
     breaks,
+    calls,
     capture,
     entry,
     homes,
@@ -20,7 +21,6 @@ from dit_graph import (
     modulewatch,
     places,
     tape,
-    watch,
 )
 from dit_graph.backends import breakable
 from dit_graph.capture import Capture
@@ -257,7 +257,7 @@ def not_blocked_by(prefix: str) -> Switch:
 # ---- host values, breaks and guards
 
 
-tolist_unseen = replaced(watch, "_READS", watch._READS - {torch.Tensor.tolist})
+tolist_unseen = replaced(calls, "_READS", calls._READS - {torch.Tensor.tolist})
 
 
 def integers_always_match(patch: Patch) -> None:

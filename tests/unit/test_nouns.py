@@ -59,6 +59,11 @@ def test_config_errors(options: dict[str, Any], message: str) -> None:
         GraphConfig.of(None, options)
 
 
+def test_a_mark_is_for_a_function() -> None:
+    with pytest.raises(TypeError, match="takes a function, or pure and reason; got 3"):
+        dit_graph.eager_on_graph(3)  # type: ignore[call-overload]
+
+
 def test_config_is_given_once() -> None:
     with pytest.raises(dit_graph.ConfigError, match="not both"):
         GraphConfig.of(GraphConfig(), {"backend": "full"})
@@ -321,8 +326,8 @@ LAYERS = [
     {"errors", "frames"}, {"buckets", "context"},
     {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
-    {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds"}, {"watch", "writes"},
-    {"opaque", "homes", "effects"}, {"capture", "pool"}, {"backends"},
+    {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds", "calls"},
+    {"watch", "writes"}, {"opaque", "homes", "effects"}, {"capture", "pool"}, {"backends"},
     {"graphed"}, {"fallback"}, {"record"}, {"replay"},
     {"runner"}, {"report"}, {"explain"},
     {"modes"}, {"install"}, {"enable"},
