@@ -1,35 +1,53 @@
 #!/usr/bin/env bash
-# Whole pictures of the named real-size shapes, two sizes each: eager against breakable graphs, and
-# three of them against torch.compile(mode="reduce-overhead") at 512 px too. Records go to FOLDER;
-# benchmarks/pictures.py puts them together.
+# README's table: whole pictures of eight named real-size shapes, two sizes each. Eager and
+# breakable graphs, with the defaults and with `remove_syncs`, take turns in a process a model.
 #
-#     [IMAGES=4] [COMPARE=eager,breakable] benchmarks/pictures.sh FOLDER [MODEL...]
+#     [NAME=pictures] [COMPARE=...] [IMAGES=N] [PATIENCE=300] benchmarks/pictures.sh FOLDER [MODEL...]
 #
-# COMPARE=eager,breakable,regional+breakable adds graphs over compiled blocks.
-# Needs a CUDA device with about 90 GB of free memory (qwen-image); one process a record.
+# writes FOLDER/NAME.json, NAME.md and, with matplotlib, NAME.png at the end. Until then each
+# model's own record lies in FOLDER/records, for benchmarks/pictures.py should the script be killed.
+# COMPARE has the variants, as `--compare` takes them; after PATIENCE seconds a model ends with the
+# rows that it has. Needs a CUDA device with about 90 GB of free memory (qwen-image).
 set -u
 out=${1:?give a folder for the records}
 shift
-mkdir -p "$out"
-compare=${COMPARE:-eager,breakable}
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+python=${PYTHON:-python3}
+records=$out/records
+mkdir -p "$records"
 
-record() { # NAME MODEL OPTION...
-  local name=$1 model=$2
-  shift 2
-  python3 -m dit_graph.bench --model "$model" --remove-syncs --set-up here --images "${IMAGES:-4}" "$@" \
-    --output "$out/pictures-$name" > /dev/null || echo "$name failed" >&2
+measure() { # MODEL IMAGES SIZES
+  echo "$1 $3 ..." >&2
+  rm -f "$records/$1.json"
+  timeout --signal=INT --kill-after=30 "${PATIENCE:-300}" "$python" -m dit_graph.bench \
+    --model "$1" --sizes "$3" --images "${IMAGES:-$2}" --set-up here --output "$records/$1" \
+    --compare "${COMPARE:-eager,breakable,breakable+remove-syncs}" < /dev/null > /dev/null
+  local code=$?
+  rm -f "$records/$1".{md,png}
+  return $code
 }
 
-for model in ${@:-dit-xl-2 pixart-sigma sana-1.6b sd3.5-medium wan-1.3b z-image flux-dev qwen-image}; do
-  case $model in
-    dit-xl-2) other=256 ;;
-    sd3.5-medium | flux-dev) other=1024 ;;
-    *) other= ;;
-  esac
-  if [ -z "$other" ]; then
-    record "$model" "$model" --compare "$compare"
-  else
-    record "$model-$other" "$model" --compare "$compare" --sizes "$other"
-    record "$model-512" "$model" --compare "$compare,reduce-overhead" --sizes 512
-  fi
-done
+found=()
+while read -r model images small large; do
+  [[ $# == 0 || " $* " == *" $model "* ]] || continue
+  record=$records/$model.json
+  measure "$model" "$images" "$small,$large"
+  code=$?
+  ((code == 0)) || echo "$model failed ($code)" >&2
+  # one row must not take the other along; 124: it was out of time
+  ((code == 0 || code == 124)) || [ -s "$record" ] || measure "$model" "$images" "$large"
+  [ -s "$record" ] && found+=("$record")
+done <<MODELS
+dit-xl-2 4 256 512
+pixart-sigma 4 512 1024
+sana-1.6b 4 512 1024
+sd3.5-medium 4 512 1024
+wan-1.3b 4 256 480
+z-image 2 512 1024
+flux-dev 2 512 1024
+qwen-image 2 512 1024
+MODELS
+
+"$python" "$root/benchmarks/pictures.py" "${found[@]}" --output "$out/${NAME:-pictures}" &&
+  rm -r "$records"

@@ -31,7 +31,7 @@ def launch(
     more = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", *launcher, name, str(port), "-m", *map(str, argv)],
-        cwd=cwd, env=os.environ | more, capture_output=True, text=True, timeout=120,
+        cwd=cwd, env=os.environ | more, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

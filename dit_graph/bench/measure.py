@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from dit_graph.bench.variants import EAGER, Call, Front
+from dit_graph.bench.variants import Call, Front
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 SETTLING = 6
@@ -180,13 +180,14 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def first_and_later(made: float, warm: Sequence[float], later: float) -> tuple[float, float]:
-    """Seconds of the first call and of a later one.
+def first_and_set_up(made: float, warm: Sequence[float], later: float) -> tuple[float, float]:
+    """Seconds until the first call's result is there, and of set-up.
 
-    Set-up is what the first calls took more than later ones: enabling or compiling, and the cold,
-    the recorded, the compared and the timed call. All of it counts as the first call's.
+    The first is read from the clock. Set-up is what the first calls took more than later ones:
+    enabling or compiling, and the cold, the recorded, the compared and the timed call. Being a
+    difference, it may come out below 0 where the machine was busier later; it is 0 then.
     """
-    return made + sum(warm) - (len(warm) - 1) * later, later
+    return made + warm[0], max(0.0, made + sum(warm) - len(warm) * later)
 
 
 def finite(out: Any) -> bool:
@@ -247,8 +248,3 @@ def break_even(setup: float, steady: float, eager_setup: float, eager_steady: fl
     if steady >= eager_steady:
         return None
     return max(1, math.floor((setup - eager_setup) / (eager_steady - steady)) + 1)
-
-
-def eager_first(names: Sequence[str]) -> list[str]:
-    """The variants in order, eager first: the others are compared with it."""
-    return [EAGER, *(name for name in dict.fromkeys(names) if name != EAGER)]

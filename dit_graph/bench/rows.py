@@ -7,7 +7,7 @@ Names follow diffusers' own benchmark where they mean the same (`scenario`, `mod
 from collections.abc import Sequence
 from typing import Any
 
-from dit_graph.bench.measure import Activity, Apart, Times, break_even, first_and_later, percentile
+from dit_graph.bench.measure import Activity, Apart, Times, break_even, first_and_set_up, percentile
 from dit_graph.bench.tasks import Task
 from dit_graph.bench.variants import EAGER, Front
 
@@ -25,16 +25,18 @@ def row(
         set_up: what a fresh process found; without it this one's first calls count.
 
     A step's milliseconds are a call's over its steps, all else that it does included, and their
-    percentiles are those of calls. `mem_GB` is what torch reserved in a fresh process,
-    `allocated_GB` the most that it had allocated in this one while the variant ran, with the
-    weights that all share.
+    percentiles are those of calls. `first_s` is the time to the first result, enabling or
+    compiling included; `set_up_s` is what the first calls took more than later ones. `mem_GB` is
+    what torch reserved in a fresh process, `allocated_GB` the most that it had allocated in this
+    one while the variant ran, with the weights that all share.
     """
     wall, steps = percentile(times.wall, 0.5), task.steps
-    first, later = first_and_later(times.made, times.warm, wall)
     if set_up is not None:
-        first, later = set_up["first_s"], set_up["later_s"]
+        first, extra = set_up["first_s"], set_up["set_up_s"]
     elif made.variant == EAGER:  # which has nothing to set up where the kernels are warm
-        first = later
+        first, extra = wall, 0.0
+    else:
+        first, extra = first_and_set_up(times.made, times.warm, wall)
     return {
         "scenario": task.scenario,
         "model_cls": type(task.repeated).__name__,
@@ -51,7 +53,7 @@ def row(
         "gpu_busy": round(did.busy / wall, 3) if did else None,
         "kernels_per_step": round(did.kernels / steps, 1) if did else None,
         "launches_per_step": round(did.launches / steps, 1) if did else None,
-        "set_up_s": round(max(0.0, first - later), 3),
+        "set_up_s": round(extra, 3),
         "first_s": round(first, 3),
         "mem_GB": None if set_up is None else set_up["mem_GB"],
         "allocated_GB": None if times.peak is None else round(times.peak / 1e9, 2),

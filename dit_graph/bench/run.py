@@ -17,11 +17,11 @@ import torch
 from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
-from dit_graph.bench.measure import Activity, Clock, activity, eager_first, measured
+from dit_graph.bench.measure import Activity, Clock, activity, measured
 from dit_graph.bench.rows import Row, merged, row, unused, with_gain
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
-from dit_graph.bench.variants import COMPILED, EAGER, GRAPHS, Front, front, impossible
+from dit_graph.bench.variants import COMPILED, EAGER, Front, eager_first, front, impossible
 from dit_graph.cli.bench import BenchOptions, parse
 from dit_graph.cli.errors import UsageError, one_line, told
 from dit_graph.cli.ranks import Processes
@@ -31,6 +31,7 @@ _NO_DEVICE = (
     "no CUDA device: times are those of the CPU and say nothing about a GPU, so no gain and no "
     "picture from which on it pays; GPU-busy share, kernels, launches and bytes are not measured"
 )
+_WARM = "set-up: in this process, its kernels warm, so that eager has none"
 
 
 @dataclass
@@ -79,9 +80,9 @@ class _Bench:
         options, together = self.options, self.processes.together
         share.notes += [] if self.clock.cuda else [_NO_DEVICE]
         names = eager_first(options.compare)
-        why = {n: impossible(n, options.device, options.what, options.enable) for n in names}
+        why = {n: impossible(n, options.device, options.what) for n in names}
         share.notes += [f"not measured: {reason}" for reason in why.values() if reason]
-        share.notes += _notes(options, [name for name in names if not why[name]])
+        share.notes += [_WARM] if options.set_up == "here" else []
         shared = self.processes.rank, self.processes.count
         scenarios = tasks(options, self.clock.on, shared)
         while (task := together(lambda: next(scenarios, None))) is not None:
@@ -175,23 +176,12 @@ class _Bench:
         return [made for made in fronts if made.variant not in failed], failed
 
 
-def _notes(options: BenchOptions, names: Sequence[str]) -> list[str]:
-    """What a reader of the table must know of how it came about."""
-    notes = []
-    if options.set_up == "here":
-        notes.append("set-up: in this process, its kernels warm, so that eager has none")
-    if options.remove_syncs and (graphs := [name for name in names if name in GRAPHS]):
-        notes.append(f"host syncs removed (--remove-syncs): {', '.join(graphs)}, not the others")
-    return notes
-
-
 def _choices(options: BenchOptions) -> dict[str, Any]:
     """The choices that decide the numbers."""
     return {
         "what": options.what, "model": options.model or "embedded", "images": options.images,
         "steps": options.steps, "dtype": str(options.dtype).removeprefix("torch."),
-        "device": options.device, "remove_syncs": options.remove_syncs, "latent": options.latent,
-        "set_up": options.set_up,
+        "device": options.device, "latent": options.latent, "set_up": options.set_up,
         "compiled": sorted(set(options.compare) & set(COMPILED)),
     }  # fmt: skip
 

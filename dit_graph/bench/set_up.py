@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.bench.measure import Clock, first_and_later, percentile
+from dit_graph.bench.measure import Clock, first_and_set_up, percentile
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import front
 from dit_graph.cli.bench import BenchOptions
@@ -44,7 +44,8 @@ def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) ->
 
 
 def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
-    """Seconds of the first call, set-up included, and of a later one; GB that torch reserved."""
+    """Seconds until the first picture is there and of set-up, both on the clock of this process,
+    which draws; GB that torch reserved."""
     found = (task for task in tasks(options, clock.on) if task.scenario == options.scenario)
     task = next(found, None)
     if task is None:
@@ -57,12 +58,11 @@ def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
             return task.call(made)
 
         spent = [clock(call)[1] for _ in range(task.warm + 2)]
-    first, later = first_and_later(
-        made.seconds, spent[: task.warm], percentile(spent[task.warm :], 0.5)
-    )
+    later = percentile(spent[task.warm :], 0.5)
+    first, set_up = first_and_set_up(made.seconds, spent[: task.warm], later)
     peak = torch.cuda.max_memory_reserved(clock.on) / 1e9 if clock.cuda else None
     return {
         "first_s": first,
-        "later_s": later,
+        "set_up_s": set_up,
         "mem_GB": None if peak is None else round(peak, 2),
     }

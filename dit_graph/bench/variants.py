@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,24 @@ import torch
 import dit_graph
 
 EAGER = "eager"
-GRAPHS = {"full": "full", "breakable": "breakable", "regional+breakable": "breakable"}
-"""dit_graph's variants and their backends; the last records compiled blocks."""
-COMPILED = ("reduce-overhead", "regional", "max-autotune", "regional+breakable")
+_BACKENDS = {"full": "full", "breakable": "breakable", "regional+breakable": "breakable"}
+REMOVED = "+remove-syncs"
+GRAPHS: dict[str, dict[str, Any]] = {
+    **{name: {"backend": backend} for name, backend in _BACKENDS.items()},
+    **{name + REMOVED: {"backend": backend, "remove_syncs": True}
+       for name, backend in _BACKENDS.items()},
+}  # fmt: skip
+"""dit_graph's variants and what `enable` gets for each; `regional` ones record compiled blocks."""
+COMPILED = (
+    "reduce-overhead", "regional", "max-autotune", "regional+breakable",
+    f"regional+breakable{REMOVED}",
+)  # fmt: skip
 VARIANTS = tuple(dict.fromkeys((EAGER, *GRAPHS, *COMPILED)))
+
+
+def eager_first(names: Sequence[str]) -> list[str]:
+    """The variants in order, eager first: the others are compared with it."""
+    return [EAGER, *(name for name in dict.fromkeys(names) if name != EAGER)]
 
 
 @dataclass
@@ -80,7 +94,7 @@ def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
     elif variant in COMPILED:
         transformer.compile(mode=variant)
     if variant in GRAPHS:
-        made.handle = dit_graph.enable(target, backend=GRAPHS[variant], **mode, **enable)
+        made.handle = dit_graph.enable(target, **GRAPHS[variant], **mode, **enable)
     made.seconds = time.perf_counter() - began
     return made
 
@@ -104,7 +118,7 @@ def compile_blocks(module: Any) -> None:
         block.compile(fullgraph=True)
 
 
-def impossible(variant: str, device: str, what: str, options: dict[str, Any]) -> str:
+def impossible(variant: str, device: str, what: str) -> str:
     """Why a variant cannot be measured on cuda, cpu or recorder, or an empty string."""
     if variant in GRAPHS and device == "cpu":
         return f"{variant}: nothing is recorded on a CPU, but by --device recorder"
@@ -112,8 +126,8 @@ def impossible(variant: str, device: str, what: str, options: dict[str, Any]) ->
         return f"{variant} needs a CUDA device"
     if variant.startswith("regional") and what == "prefill":
         return f"{variant} compiles the blocks of a diffusers model"
-    if options.get("remove_syncs") and what == "prefill":
-        return "--remove-syncs is about a denoising loop"
+    if variant.endswith(REMOVED) and what != "picture":
+        return f"{variant} is about a picture's denoising loop"
     return ""
 
 

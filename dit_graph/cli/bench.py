@@ -30,6 +30,7 @@ _EXAMPLES = """\
 examples:
   python -m dit_graph.bench
   python -m dit_graph.bench --model flux-dev --sizes 512,1024 --compare eager,breakable
+  python -m dit_graph.bench --compare breakable,breakable+remove-syncs
   python -m dit_graph.bench --model OWNER/NAME --prompt-file prompts.txt --batch 1,4 --output run
   python -m dit_graph.bench --what prefill --model qwen3-0.6b --tokens 16,128,1024
 """
@@ -50,7 +51,6 @@ class BenchOptions(Options):
     compare: tuple[str, ...]
     images: int
     latent: bool
-    remove_syncs: bool
     set_up: str
     chart: Path | None
     alone: str | None
@@ -58,10 +58,8 @@ class BenchOptions(Options):
 
     @property
     def enable(self) -> dict[str, Any]:
-        """The options of `dit_graph.enable`."""
-        device = "recorder" if self.device == "recorder" else "auto"
-        syncs = {"remove_syncs": True} if self.remove_syncs else {}
-        return {"device": device, **syncs}
+        """The options of `dit_graph.enable` that all variants share."""
+        return {"device": "recorder" if self.device == "recorder" else "auto"}
 
 
 def parser() -> Parser:
@@ -107,11 +105,11 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--compare", type=_variants, default=_COMPARE, metavar="NAME[,NAME]",
-        help=f"of {', '.join(VARIANTS)} (default {','.join(_COMPARE)})")  # fmt: skip
+        help=f"of {', '.join(VARIANTS)}; +remove-syncs is enable(remove_syncs=True) "
+        f"(default {','.join(_COMPARE)})")  # fmt: skip
     add("--images", type=whole(1), metavar="N",
         help="pictures (calls for a step or a prefill) that each variant is timed on, of all "
         f"processes together (default {_IMAGES}, without a GPU {_FEW})")  # fmt: skip
-    add("--remove-syncs", action="store_true", help="enable(remove_syncs=True) for the graphs")
     add("--set-up", choices=("fresh", "here"), default="fresh",
         help="take the set-up time in a fresh process a variant, or in this one, where kernels "
         "are warm already (default fresh)")  # fmt: skip
@@ -163,11 +161,9 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
     _check_model(given.model, given.what)
     if given.tokens and given.what != "prefill":
         raise UsageError("--tokens is about prefill; add --what prefill or leave it out")
-    of_pictures = (given.sizes, given.remove_syncs, given.latent, given.pipeline_kwargs)
+    of_pictures = (given.sizes, given.latent, given.pipeline_kwargs)
     if given.what == "prefill" and any(of_pictures):
-        raise UsageError(
-            "--sizes, --latent, --remove-syncs, --pipeline-kwargs are about pictures, not prefill"
-        )
+        raise UsageError("--sizes, --latent, --pipeline-kwargs are about pictures, not prefill")
     if given.chart is not None or given.output is not None:
         _check_results(given.chart, given.output)
     options = BenchOptions(
@@ -185,7 +181,6 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         compare=given.compare,
         images=given.images or (_IMAGES if device == "cuda" else _FEW),
         latent=given.latent,
-        remove_syncs=given.remove_syncs,
         set_up=given.set_up,
         chart=given.chart,
         alone=given.alone,

@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 
-from dit_graph.cli.bench import main
-from dit_graph.replay import TIMED
+from dit_graph.cli.bench import BenchOptions, main
 
 QUICK = ["--images", "2", "--steps", "8", "--set-up", "here"]
+
+
+@pytest.fixture(autouse=True)
+def replays_however_long_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate goes by time, and what a machine is busy with must decide no test."""
+    enable = property(lambda options: {"device": "auto", "gate": "always"})
+    monkeypatch.setattr(BenchOptions, "enable", enable)
 
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
@@ -21,12 +27,17 @@ def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]
 
 
 def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
-    eager, graphs, full = rows(capsys, "--compare", "breakable,full", "--remove-syncs")
-    for row in (eager, graphs, full):
-        assert row["equal"] and row["device_s"] > 0 and 0 < row["gpu_busy"] <= 1.01
+    asked = ["breakable", "breakable+remove-syncs", "full"]
+    found = rows(capsys, "--compare", ",".join(asked))
+    assert [row["mode"] for row in found] == ["eager", *asked]
+    eager, *graphs = found
+    for row in found:
+        assert row["equal"] and row["device_s"] > 0 and row["gpu_busy_s"] > 0
+        # busy and wall clock are of two calls, so that busy may be the longer one
+        assert row["gpu_busy"] == pytest.approx(row["gpu_busy_s"] / row["time_s"], abs=0.01)
         assert row["kernels_per_step"] > 50 and row["launches_per_step"] >= 1
         assert row["allocated_GB"] > 0
-    for row in (graphs, full):
+    for row in graphs:
         assert row["stats"]["replays"] > 0 and row["gain"] > 0 and row["graph_MiB"] > 0
         assert row["launches_per_step"] < eager["launches_per_step"] / 2
 
@@ -45,7 +56,7 @@ def test_compiled_blocks_of_a_class_that_does_not_name_them(
 ) -> None:
     more = ["--model", "dit-xl-2", "--sizes", "256", "--compare", "regional,regional+breakable"]
     _, blocks, graphs = rows(capsys, *more)
-    assert graphs["stats"]["replays"] > 0 and graphs["stats"]["eager"].keys() <= {TIMED}
+    assert graphs["stats"]["replays"] > 0 and not graphs["stats"]["eager"]
     assert graphs["difference"] == blocks["difference"] > 0
     assert graphs["launches_per_step"] < blocks["launches_per_step"] / 2
 

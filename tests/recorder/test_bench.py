@@ -21,16 +21,25 @@ from dit_graph.bench.measure import (
     break_even,
     covered,
     difference,
-    eager_first,
     finite,
-    first_and_later,
+    first_and_set_up,
     measured,
     percentile,
 )
 from dit_graph.bench.rows import merged, with_gain
 from dit_graph.bench.rows import row as made_row
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
-from dit_graph.bench.variants import VARIANTS, Front, compile_blocks, denoiser, impossible, twin
+from dit_graph.bench.variants import (
+    GRAPHS,
+    VARIANTS,
+    Front,
+    compile_blocks,
+    denoiser,
+    eager_first,
+    front,
+    impossible,
+    twin,
+)
 from dit_graph.cli.bench import main, parse
 from dit_graph.cli.errors import UsageError
 from dit_graph.cli.model import taken_by
@@ -38,7 +47,7 @@ from dit_graph.errors import ConfigError
 from tests.families import FAMILIES
 from tests.launchers import ROOT, TORCHRUN, launch
 from tests.pair import Machine
-from tests.syncs import dit
+from tests.syncs import dit, dit_picture
 
 FROM_HERE = os.environ | {"PYTHONPATH": str(ROOT)}
 QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]
@@ -82,11 +91,31 @@ def test_a_step_and_a_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_latents_and_removed_syncs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*HERE, "--compare", "breakable", "--latent", "--remove-syncs"]) == 0
+    """With the defaults and with the loop's waits taken out, in one run."""
+    asked = ["breakable", "breakable+remove-syncs"]
+    assert main([*HERE, "--compare", ",".join(asked), "--latent"]) == 0
     result = record(capsys)
-    assert "not run: VAE" in result["notes"] and result["options"]["remove_syncs"] is True
-    assert any("(--remove-syncs): breakable, not the others" in note for note in result["notes"])
+    assert "not run: VAE" in result["notes"]
+    assert [row["mode"] for row in result["rows"]] == ["eager", *asked]
     assert all(row["equal"] for row in result["rows"])
+    assert all(row["stats"]["replays"] for row in result["rows"][1:])
+
+
+def test_a_variant_loses_the_waits_of_its_own_loop_alone() -> None:
+    pipe = dit(Machine("recorder", "cpu"))
+    graphs = [name for name in GRAPHS if not name.startswith("regional")]
+    fronts = [front(name, pipe, {"device": "recorder"}) for name in ("eager", *graphs)]
+    for seed in (0, 1):
+        expected, *others = [dit_picture(made.target, seed) for made in fronts]
+        assert all([torch.equal(other, expected) for other in others])
+    removed = {made.variant: made.handle.explain().syncs_removed for made in fronts[1:]}
+    with_waits = [name for name in graphs if removed[name] is None]
+    assert with_waits == ["full", "breakable"]
+    assert all(sum(removed[f"{name}+remove-syncs"].values()) for name in with_waits)
+    slots = [made.variant for made in fronts if "step" in vars(made.target.scheduler)]
+    assert slots == [f"{name}+remove-syncs" for name in with_waits]
+    for made in fronts:
+        made.release()
 
 
 def test_set_up_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +124,32 @@ def test_set_up_in_a_fresh_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert eager["set_up"] == graphs["set_up"] == "fresh process"
     assert graphs["set_up_s"] >= 0 and graphs["first_s"] > 0
     assert graphs["break_even_images"] is None, "the recorder's times say nothing"
+
+
+class Told(Clock):
+    """Says of each call what it is told to."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.seconds = iter(seconds)
+
+    def __call__(self, run: Any) -> tuple[Any, float, None]:
+        return run(), next(self.seconds), None
+
+
+def test_a_machine_that_gets_busier_turns_no_time_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first picture's time is read from the clock; set-up, a difference, is 0 at the least."""
+    monkeypatch.setattr(set_up, "front", lambda *args: replace(front(*args), seconds=0.5))
+    scenario = "embedded 64x64 B1 2 steps"
+    options = replace(parse([*QUICK, "--compare", "full"]), scenario=scenario)
+    idle = set_up.alone(options, "full", Told(3.0, 2.0, 1.0, 1.0, 1.0, 1.0))
+    assert idle == {"first_s": 3.5, "set_up_s": 3.5, "mem_GB": None}
+    busier = set_up.alone(options, "full", Told(3.0, 2.0, 1.0, 1.0, 20.0, 20.0))
+    assert busier == {"first_s": 3.5, "set_up_s": 0.0, "mem_GB": None}
+    task = tasks.Task(scenario, torch.nn.Linear(2, 2), lambda front: None, 1, 2)
+    times = Times(wall=[0.5, 0.5])
+    made = made_row(task, Front("full", None), times, None, Apart(True, 0.0), busier)
+    assert (made["first_s"], made["set_up_s"], made["set_up"]) == (3.5, 0, "fresh process")
 
 
 def test_a_variant_that_fails_is_told_and_the_others_go_on(
@@ -249,9 +304,18 @@ def test_repeated_blocks_are_found(name: str) -> None:
 
 def test_compiled_variants_need_a_device() -> None:
     for variant in ("regional", "regional+breakable"):
-        assert impossible(variant, "recorder", "picture", {}) == f"{variant} needs a CUDA device"
-        assert impossible(variant, "cuda", "prefill", {}).startswith(f"{variant} compiles")
-        assert impossible(variant, "cuda", "picture", {}) == ""
+        assert impossible(variant, "recorder", "picture") == f"{variant} needs a CUDA device"
+        assert impossible(variant, "cuda", "prefill").startswith(f"{variant} compiles")
+        assert impossible(variant, "cuda", "picture") == ""
+
+
+def test_waits_are_taken_out_of_a_loop_only() -> None:
+    for variant in ("full+remove-syncs", "regional+breakable+remove-syncs"):
+        says = f"{variant} is about a picture's denoising loop"
+        assert impossible(variant, "cuda", "picture") == ""
+        assert impossible(variant, "cuda", "step") == says
+    assert impossible("breakable+remove-syncs", "recorder", "prefill")
+    assert impossible("breakable", "recorder", "prefill") == ""
 
 
 def row(**more: Any) -> dict[str, Any]:
@@ -406,8 +470,9 @@ def test_set_ups_that_were_not_taken_alike_are_not_compared() -> None:
 
 def test_set_up_is_all_that_the_first_calls_take_longer() -> None:
     """Enabling 0.1 s, cold 0.03, recorded 0.6, compared 0.06, timed 0.03; later 0.01 each."""
-    first, later = first_and_later(0.1, [0.03, 0.6, 0.06, 0.03], 0.01)
-    assert first - later == pytest.approx(0.1 + 0.02 + 0.59 + 0.05 + 0.02)
+    first, more = first_and_set_up(0.1, [0.03, 0.6, 0.06, 0.03], 0.01)
+    assert first == pytest.approx(0.13)
+    assert more == pytest.approx(0.1 + 0.02 + 0.59 + 0.05 + 0.02)
 
 
 def test_eager_has_no_set_up_where_the_kernels_are_warm() -> None:
@@ -419,7 +484,7 @@ def test_eager_has_no_set_up_where_the_kernels_are_warm() -> None:
         for name in ("eager", "full")
     }
     assert made["eager"]["set_up_s"] == 0 and made["eager"]["first_s"] == 3
-    assert made["full"]["set_up_s"] == 0.5 + 10 - 2 * 3
+    assert made["full"]["set_up_s"] == 0.5 + 10 - 2 * 3 and made["full"]["first_s"] == 9.5
 
 
 def test_graphs_that_replay_nothing_say_so(
@@ -514,6 +579,81 @@ def test_records_are_put_together(tmp_path: Path) -> None:
         command.append(str(tmp_path / "nowhere" / "x"))
         done = subprocess.run(command, cwd=ROOT, env=FROM_HERE, capture_output=True, text=True)
         assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_readmes_table_of_a_record(tmp_path: Path) -> None:
+    """With the defaults, with the loop's waits taken out, and a column from an earlier record."""
+    named = {"scenario": "dit-xl-2 256x256 B1 20 steps"}
+    eager = row(**named, gpu_busy=0.112)
+    graphs = {"gain": 6.3, "images_per_s": 8.567, "set_up_s": 0.72, "graph_MiB": 54.0}
+    rows = [eager, row(**named | graphs, mode="breakable", gpu_busy=0.6)]
+    more = graphs | {"gain": 7.0, "images_per_s": 9.0, "set_up_s": 0.2, "graph_MiB": 55.0}
+    rows += [row(**named | more, mode="breakable+remove-syncs", gpu_busy=0.7)]
+    rows += [row(scenario="m 64x64 B1 20 steps")]
+    earlier = [eager, row(**named, mode="reduce-overhead", gain=5.184, set_up_s=44.7)]
+    for name, found in (("now", rows), ("earlier", earlier)):
+        one = {"machine": {}, "notes": [], "rows": found}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"records": [one]}))
+    command = [sys.executable, "benchmarks/pictures.py", str(tmp_path / "now.json"), "--readme"]
+    command.append(str(tmp_path / "earlier.json"))
+    done = subprocess.run(command, cwd=ROOT, env=FROM_HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    titles, lines, first, second = done.stdout.splitlines()
+    assert len({line.count("|") for line in (titles, lines, first, second)}) == 1
+    assert first == (
+        "| DiT-XL/2 | 256 | 2 | 8.57 | 6.30x | 9 | 7.00x | 11% → 70% | 0.7 | 54 | 5.18x, 45 |"
+    )
+    assert second == "| m | 64 | 2 |  |  |  |  |  |  |  |  |", "a variant that was not measured"
+
+
+BENCH = """\
+#!{python}
+# Python, but the benchmark measures nothing: it fails with one model, and in the middle of others.
+import json, os, sys
+if sys.argv[1:3] != ["-m", "dit_graph.bench"]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+with open({log!r}, "a") as log:
+    print(json.dumps(sys.argv[3:]), file=log)
+given = dict(zip(sys.argv[3:-2:2], sys.argv[4:-2:2])) | dict([sys.argv[-2:]])
+model, sizes = given["--model"], given["--sizes"].split(",")
+if model == "flux-dev" or (model == "sana-1.6b" and len(sizes) > 1):
+    sys.exit(2)
+rows = []
+for side in sizes[:1] if model == "z-image" else sizes:
+    for mode in given["--compare"].split(","):
+        scenario = f"{{model}} {{side}}x{{side}} B1"
+        rows.append({row!r} | {{"scenario": scenario, "mode": mode, "tokens": 64}})
+record = {{"machine": {{"gpu": "a GPU"}}, "notes": [], "rows": rows}}
+for suffix in ("json", "md"):
+    with open(given["--output"] + "." + suffix, "w") as file:
+        json.dump(record, file)
+sys.exit(2 if model == "z-image" else 0)
+"""
+
+
+def test_a_row_that_fails_takes_no_other_along(tmp_path: Path) -> None:
+    """`benchmarks/pictures.sh`, with a benchmark that measures nothing."""
+    log, python = tmp_path / "log", tmp_path / "python"
+    python.write_text(BENCH.format(python=sys.executable, log=str(log), row=row()))
+    python.chmod(0o755)
+    models = ["dit-xl-2", "sana-1.6b", "z-image", "flux-dev", "qwen-image"]
+    out = tmp_path / "a folder"
+    environment = FROM_HERE | {"PYTHON": str(python), "NAME": "all", "PYTHONPATH": ""}
+    command = ["bash", str(ROOT / "benchmarks/pictures.sh"), str(out), *models]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in out.iterdir()} == {"all.json", "all.md", "all.png"}
+    rows = [r for one in json.loads((out / "all.json").read_text())["records"] for r in one["rows"]]
+    assert list(dict.fromkeys(r["scenario"].removesuffix(" B1") for r in rows)) == [
+        "dit-xl-2 256x256", "dit-xl-2 512x512", "sana-1.6b 1024x1024", "z-image 512x512",
+        "qwen-image 512x512", "qwen-image 1024x1024",
+    ]  # fmt: skip
+    assert "flux-dev failed" in done.stderr and "dit-xl-2 failed" not in done.stderr
+    out.joinpath("records").mkdir()  # in which the benchmark would have written
+    for argv in map(json.loads, log.read_text().splitlines()):
+        options = parse(argv)
+        assert options.compare == ("eager", "breakable", "breakable+remove-syncs")
+        assert options.set_up == "here" and options.sizes and options.images <= 4
 
 
 def test_gain_against_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
