@@ -5,10 +5,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from dit_graph.devices.base import is_about_capturing
 from dit_graph.errors import CaptureError
 from dit_graph.frames import calls_from, source_line
 from dit_graph.guards import DeviceNumber, plain
@@ -26,6 +28,8 @@ _READS = {
     torch.Tensor.item,
 }
 _MAKES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_SEQUENCES = (list, tuple, range, np.ndarray)
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 
 
@@ -51,10 +55,65 @@ class CallWatch(TorchFunctionMode):
             return _make(c, func, args, kwargs)
         if func in _SPLITS:
             return _split(c, func, args, kwargs)
+        if func in _INDEXES and not c.known.is_host(args[0]):
+            return _index(c, func, args)
+        if func in c.stays_out and not isinstance(func, torch._ops.OpOverload):
+            return c.learned(func, args, kwargs)
         if c.device.copies_to_host(func, args) and not c.known.is_host(args[0]):
             copy = c.eager(torch.clone, args[:1], {}, reason="copy to the host", to_host=True)
             return func(copy, *args[1:], **kwargs)
-        return func(*args, **kwargs)
+        return _pass_on(c, func, args, kwargs)
+
+
+def _pass_on(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run what becomes operations; one that cannot be captured is a break in the next capture."""
+    try:
+        return c.device.pass_on(func, args, kwargs)
+    except RuntimeError as error:
+        if c.refused is None and is_about_capturing(error):
+            c.refused = func, source_line()
+        raise
+
+
+def _index(c: "Capture", func: Any, args: Any) -> Any:
+    """`tensor[index]`, which makes tensors of lists in the index unseen and copies them to the
+    device: here they are constants.
+
+    A list in place of a whole index may stand for a tuple, by rules that torch is about to change.
+    """
+    t, index, *value = args
+    if isinstance(index, tuple):
+        index = tuple(_index_on_device(c, t, part) for part in index)
+    elif _is_sequence(index) and any(map(_is_nested, index)):
+        if value:
+            raise CaptureError(f"a nested list is assigned through, at {source_line()}")
+        return c.eager(func, args, {}, reason="indexing by a nested list")
+    else:
+        index = _index_on_device(c, t, index)
+    return _pass_on(c, func, (t, index, *value), {})
+
+
+def _is_sequence(part: Any) -> bool:
+    return isinstance(part, _SEQUENCES) and getattr(part, "ndim", 1) > 0
+
+
+def _is_nested(part: Any) -> bool:
+    return isinstance(part, (torch.Tensor, slice, type(None), type(...), *_SEQUENCES))
+
+
+def _index_on_device(c: "Capture", t: torch.Tensor, part: Any) -> Any:
+    """One index of `t`: Python data as the tensor that torch would make of it."""
+    if not _is_sequence(part):
+        return part
+    kind = torch.long
+    if not tensors_of([*part]):
+        try:
+            kind = c.alone(torch.tensor, (part,), {"device": "cpu"}).dtype
+        except Exception:
+            return part  # torch's own error
+    mask = kind in (torch.bool, torch.uint8)
+    kwargs = {"dtype": kind if mask else torch.long, "device": t.device}
+    return _make(c, torch.tensor, (part,), kwargs)
 
 
 def _read(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

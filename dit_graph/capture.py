@@ -225,6 +225,19 @@ class Capture:
         self.refuse_modes(reason)
         self.effects.restart_point()  # a changed result must find the call's start again
 
+        now = self._observed(fn)
+        out = self.eager(fn, args, kwargs, reason=reason, marked=True, now=now)
+        self.effects.impure = self.effects.impure or ("" if pure else reason)
+        return out
+
+    def learned(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A torch function that could not be captured before, as a break."""
+        reason = f"{func.__name__} could not be captured"
+        return self.eager(func, args, kwargs, reason=reason, now=self._observed(func))
+
+    def _observed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, with what it writes and makes noted."""
+
         def observed(*args: Any, **kwargs: Any) -> Any:
             self._observing = True
             try:
@@ -232,9 +245,7 @@ class Capture:
             finally:
                 self._observing = False
 
-        out = self.eager(fn, args, kwargs, reason=reason, marked=True, now=observed)
-        self.effects.impure = self.effects.impure or ("" if pure else reason)
-        return out
+        return observed
 
     def refuse_modes(self, reason: str) -> None:
         """A replay runs a break under the caller's modes, not under those of its place here."""

@@ -4,6 +4,7 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.attention
 from torch.utils._device import DeviceContext
 
 
@@ -41,6 +42,7 @@ class Context(NamedTuple):
     reduced_precision: tuple[Any, ...]
     blas_backend: Any
     attention_backend: Any
+    flash_attention: Any  # the implementation that torch was told to use, None for its own
     attention_function: Any  # some libraries put theirs in torch's place
     extra_key: Any
 
@@ -60,6 +62,7 @@ def context(extra: Any = None) -> Context:
         (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch._C._get_deterministic_fill_uninitialized_memory(),
         ),
         (cudnn._get_cudnn_enabled(), cudnn._get_cudnn_deterministic(),
          cudnn._get_cudnn_benchmark()),
@@ -71,6 +74,7 @@ def context(extra: Any = None) -> Context:
          blas.matmul.allow_bf16_reduced_precision_reduction, blas.matmul.allow_fp16_accumulation),
         torch._C._get_blas_preferred_backend(),
         _attention_backend(),
+        torch.nn.attention.current_flash_attention_impl(),
         Identity(torch.nn.functional.scaled_dot_product_attention),
         extra,
     )  # fmt: skip

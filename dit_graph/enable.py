@@ -8,42 +8,50 @@ from typing import Any, cast
 
 import torch
 
-from dit_graph.buckets import schedule
 from dit_graph.config import GraphConfig
 from dit_graph.devices import device_named
-from dit_graph.errors import AlreadyEnabled, ConfigError, NotEnabled, NotReplayed
+from dit_graph.errors import AlreadyEnabled, NotEnabled, NotReplayed
 from dit_graph.explain import Explanation, explain
 from dit_graph.install import Install, switched_off
 from dit_graph.modes import parts
-from dit_graph.modes.denoise import Pictures, warm_module, warm_pipeline
+from dit_graph.modes.denoise import Pictures
+from dit_graph.modes.warm_calls import runs
 from dit_graph.pool import Pool
 from dit_graph.report import render, totals
+from dit_graph.warmup import record_all
 
 log = logging.getLogger("dit_graph")
 
 
 class Handle:
-    """What `enable` gives: the graphs of one pipeline or module. A context manager too."""
+    """What `enable` gives: the graphs of one pipeline or module. A context manager too.
+
+    Keeps neither modules nor recordings alive: a module keeps its install, and that its handles.
+    """
 
     def __init__(self, target: Any, config: GraphConfig) -> None:
         self.config = config
-        self._target = weakref.ref(target)
-        self._pool: Pool | None = None
+        here = weakref.ref(self)
+        self._target = weakref.ref(target, lambda _: _remember(here()))
+        self._pool: weakref.ref[Pool] | None = None
         self._disabled = False
-        self._last: tuple[dict[str, Any], str, Explanation] | None = None  # once disabled
+        self._last: tuple[dict[str, Any], str, Explanation] | None = None  # once disabled, or gone
         self._said: set[str] = set()
-        self.installs: dict[str, Install] = {}
-        self.components: dict[str, Any] = {}  # of the pipeline; an install may lie inside of one
+        self.installs: weakref.WeakValueDictionary[str, Install] = weakref.WeakValueDictionary()
+        # of the pipeline; an install may lie inside of one
+        self.components: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.pictures = Pictures(target, self._check, config.syncs)
 
     def pool_on(self, device: torch.device) -> Pool:
         """The pool that all runners of this handle share, made for `device` when first asked."""
-        if self._pool is None:
+        pool = None if self._pool is None else self._pool()
+        if pool is None:
             name = "cuda" if self.config.device == "auto" else self.config.device
             found = device_named(name, device)
             budget = self.config.budget_on(found.total_bytes())
-            self._pool = Pool(found, self.config.max_graphs, budget)
-        return self._pool
+            pool = Pool(found, self.config.max_graphs, budget)
+            self._pool = weakref.ref(pool)
+        return pool
 
     def new_picture(self) -> None:
         """Say that a picture begins: the module's state is compared in full at the next calls.
@@ -64,11 +72,13 @@ class Handle:
         inputs: Sequence[Any] | None = None,
         **pipeline_kwargs: Any,
     ) -> None:
-        """Record before the first real call.
+        """Record before the first real call: until each signature that comes is recorded. What
+        cannot be is logged, by component, signature and reason.
 
         Args:
             sizes: (height, width) in pixels; the pipeline runs two steps a size, largest first,
-                with `output_type="latent"`; its scheduler, generators and hooks stay as they were.
+                with `output_type="latent"`, and again where a signature came once in them; its
+                scheduler, generators and hooks stay as they were.
             inputs: for a bare module: one dict of keyword arguments, or tuple, a signature.
             pipeline_kwargs: what the pipeline is called with, for example `prompt="a fox"`; in
                 prefill `batch=1`, and all buckets are recorded.
@@ -78,42 +88,16 @@ class Handle:
             NotEnabled: after `disable`, or when the target is gone.
         """
         target = self._alive()
-        if self.config.mode == "prefill":
-            self._warm_buckets(sizes=sizes, inputs=inputs, **pipeline_kwargs)
-            return
-        module = isinstance(target, torch.nn.Module)
-        if (sizes is None) == (inputs is None) or module != (inputs is not None):
-            raise ConfigError("warmup takes sizes for a pipeline, inputs for a bare module")
-        if module and pipeline_kwargs:
-            given = ", ".join(pipeline_kwargs)
-            raise ConfigError(f"warmup of a bare module takes inputs alone; given too: {given}")
+        installs = tuple(self.installs.values())
+        bodies = [install.module for install in installs]
+        calls = runs(target, bodies, self.config, sizes, inputs, pipeline_kwargs)
         if switched_off():
             log.warning("dit_graph: nothing is recorded by warmup: %s", switched_off())
             return
-        runners = [i.runner for i in self.installs.values() if i.runner is not None]
-        for runner in runners:
-            runner.warming = True
         try:
-            if inputs is not None:
-                warm_module(target, inputs)
-            else:
-                warm_pipeline(target, list(sizes or ()), pipeline_kwargs)
+            record_all(installs, calls)
         finally:
-            for runner in runners:
-                runner.warming = False
             self.pictures.listen()  # the pipeline's own scheduler is back
-
-    def _warm_buckets(self, batch: int = 1, **other: Any) -> None:
-        """Record every bucket for prompts of `batch` rows, the largest first."""
-        if given := [name for name, value in other.items() if value is not None]:
-            raise ConfigError(f"warmup of prefill takes batch alone; given too: {', '.join(given)}")
-        if type(batch) is not int or batch < 1:
-            raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r}")
-        from dit_graph.modes.prefill import warm_buckets
-
-        sizes = self.config.buckets or schedule(self.config.max_tokens)
-        for install in self.installs.values():
-            warm_buckets(install.module, sizes, batch)
 
     def stats(self) -> dict[str, Any]:
         """`calls`, `cold`, `captures` and `replays` as ints, `eager` as reason → count."""
@@ -121,7 +105,9 @@ class Handle:
 
     def report(self) -> str:
         """What is recorded, what is not and why, as text; after `disable` what its counts were."""
-        return self._last[1] if self._last else self._render()
+        if self._last:
+            return self._last[1]
+        return self._render() if self._target() is not None else f"! {_GONE}"
 
     def _render(self) -> str:
         return render(self.installs.values(), self._replaced(), self._syncs_removed())
@@ -147,19 +133,19 @@ class Handle:
         target = self._target()
         if _handles.get(id(target)) is self:  # a later `enable` may have made another
             del _handles[id(target)]
-            vars(target).pop(_KEPT, None)
-        for install in self.installs.values():
+        pool = None if self._pool is None else self._pool()
+        installs = tuple(self.installs.values())
+        for install in installs:
             if self in install.handles:
                 install.handles.remove(self)
             _drop_dead(install)
             if not install.handles and not install.removed:
                 install.remove()
                 _installs.pop(id(install.module), None)
-        if self._pool is not None:
-            self._pool.device.trim()
-        # whoever keeps the handle is not to keep the weights
-        self._last = (self.stats(), self.report(), self.explain())
-        self.installs, self.components, self._pool = {}, {}, None
+        if pool is not None:
+            pool.device.trim()
+        self._last = self._last or (self.stats(), self._render(), self.explain())
+        self.installs.clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(None), ()  # a copy of the pipeline is not graphed
@@ -183,7 +169,7 @@ class Handle:
         if self._disabled:
             raise NotEnabled("this handle was disabled; call enable again")
         if target is None:
-            raise NotEnabled("the pipeline of this handle is gone")
+            raise NotEnabled(_GONE)
         return target
 
     def _check(self) -> None:
@@ -209,10 +195,29 @@ class Handle:
         found = []
         for name in self.installs:
             now = getattr(target, name, None)
-            if now is not self.components[name]:
+            if now is not self.components.get(name):
                 by = f" by {type(now).__name__}"
                 found.append(f"not installed: {name} was replaced{by} after enable; enable again")
         return found
+
+
+def _remember(handle: Handle | None) -> None:
+    """The pipeline of a handle goes: what can be told of it is told for the last time.
+
+    The garbage collector may call this anywhere, so it waits for nobody.
+    """
+    if handle is None or handle._last is not None:
+        return
+    pool = None if handle._pool is None else handle._pool()
+    if pool is not None and not pool.lock.acquire(blocking=False):
+        return
+    try:
+        handle._last = handle.stats(), f"! {_GONE}\n{handle._render()}", handle.explain()
+    except Exception as error:
+        log.debug("dit_graph: a handle forgets its counts", exc_info=error)
+    finally:
+        if pool is not None:
+            pool.lock.release()
 
 
 def _drop_dead(install: Install) -> None:
@@ -233,10 +238,10 @@ def _refuse_another_config(name: str, module: torch.nn.Module, wanted: GraphConf
         raise AlreadyEnabled(f"{name} is already graphed with {differs}; disable it first")
 
 
-# the module keeps its install (slot → install → handle), so both go when the module goes
+# the module keeps its install (slot → install → handles), so both go when the module goes
 _installs: "weakref.WeakValueDictionary[int, Install]" = weakref.WeakValueDictionary()
 _handles: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()
-_KEPT = "_dit_graph_handle"  # where a pipeline keeps its handle: a hook may take that slot away
+_GONE = "the pipeline or module of this handle is gone, and its recordings with it"
 
 
 def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: Any) -> Handle:
@@ -282,8 +287,6 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
     for install in tuple(handle.installs.values()):
         _drop_dead(install)
     _handles[id(pipe_or_module)] = handle
-    if not isinstance(pipe_or_module, torch.nn.Module):
-        vars(pipe_or_module)[_KEPT] = handle
     return handle
 
 

@@ -60,9 +60,13 @@ class Entry:
         if self.tapes:
             return Decision("replay")
         if self.paused:
-            self.paused -= 1
             return Decision("eager", self.pause_reason)
         return Decision("capture" if self.warm else "cold")
+
+    def goes_by(self, decision: Decision) -> None:
+        """A call follows a decision: of a pause one call less is left."""
+        if decision.action == "eager" and self.paused:
+            self.paused -= 1
 
     def unsettled(self, reason: str) -> None:
         """A capture whose state had not settled: warm up again, a few times, then give up.
@@ -78,6 +82,12 @@ class Entry:
             self.gave_up = reason
             if not self.tapes:
                 self.block(reason)
+
+    def raised(self, error: Exception, when: str) -> None:
+        """The forward raised, and so does the call; it is recorded at another, a few times."""
+        reason = f"the forward raised {type(error).__name__} {when}"
+        self.eager[reason] += 1
+        self.unsettled(reason)
 
     def keep(self, tape: Tape) -> None:
         """A recording came about."""
@@ -128,6 +138,11 @@ class Entry:
         self.captures += other.captures
         self.replays += other.replays
         self.eager += other.eager
+
+    @property
+    def calls(self) -> int:
+        """All that it has answered."""
+        return self.cold + self.captures + self.replays + self.eager.total()
 
     @property
     def verdict(self) -> str:

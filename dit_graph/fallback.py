@@ -2,8 +2,10 @@
 
 import functools
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,19 +43,38 @@ class Fallback:
         if self._on.config.strict:
             raise NotReplayed(f"{self._on.name}: {reason}")
 
+    def own_error(self, error: Exception) -> str:
+        """The reason that stands for an error of dit_graph's own; its traceback is logged once.
+
+        It names the place and not the message, which may be another one at every call.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "dit_graph" in Path(frame.filename).parts]
+        at = (ours or frames)[-1]
+        what = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}"
+        reason = f"dit_graph itself failed on this call: {what}; DEBUG logging shows the traceback"
+        if reason not in self.said:
+            text = "".join(traceback.format_exception(error))
+            log.debug("dit_graph: %s: %s\n%s", self._on.name, what, text)
+        return reason
+
     def answer(self, run: Callable[[], Any], arguments: Any) -> Any:
         """Run an eager answer; again without the recordings, unless it may run only once."""
         return run() if self._on.runs_once else self.with_room(run, arguments)
 
     def with_room(self, run: Callable[[], Any], arguments: Any) -> Any:
         """Run an eager forward; where memory runs out, again without the recordings."""
-        given = [*tensors_of(arguments), *self._on.state.buffers]
-        versions = [None if t.is_inference() else t._version for t in given]
+        try:
+            given = [*tensors_of(arguments), *self._on.state.buffers]
+            versions = list(map(_version, given))
+        except Exception as error:  # what nobody can look at may have been written
+            self.own_error(error)
+            return run()
         seeds = self._on.seeds()
         try:
             return run()
         except torch.OutOfMemoryError:
-            moved = versions != [None if t.is_inference() else t._version for t in given]
+            moved = versions != list(map(_version, given))
             talks = self._on.talks or self._on.state.parallel
             if talks or moved or self._on.state.moved() or not self.free():
                 raise
@@ -76,3 +97,8 @@ class Fallback:
             raise DeviceFailed(
                 f"{self._on.name}: the device failed while {doing}: {error}; restart the process"
             ) from error
+
+
+def _version(t: torch.Tensor) -> int | None:
+    """How often a tensor was written; in inference mode nobody counts."""
+    return None if t.is_inference() else t._version

@@ -16,6 +16,21 @@ def calls_from(package: str) -> bool:
     return bool(frame.f_back and frame.f_back.f_globals.get("__name__", "").startswith(package))
 
 
+def raised_in(error: BaseException) -> bool:
+    """Whether an error was raised in model code or a user's, or in what that has called: a library
+    other than torch counts to whoever calls it."""
+    theirs, tb = False, error.__traceback__
+    while tb is not None:
+        name = tb.tb_frame.f_globals.get("__name__", "")
+        root = name.partition(".")[0]
+        if root in ("torch", "triton") or (root == "dit_graph" and ".embedded" not in name):
+            theirs = False
+        elif root not in sys.stdlib_module_names and root != "numpy":
+            theirs = True
+        tb = tb.tb_next
+    return theirs
+
+
 def source_line() -> str:
     """`file:line in function` of the model code that runs now."""
     frame = sys._getframe(1)

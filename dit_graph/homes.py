@@ -55,7 +55,7 @@ def place(
 
 
 def _home(out: torch.Tensor, known: Known, device: Device, segment: Segment) -> torch.Tensor:
-    home = segment.empty_like(out)
+    home = segment.home(out)
     known.mark(home, Kind.POOL)
     target = device.weak(home)
     segment.before_launch(lambda: target.copy_(out))

@@ -12,7 +12,7 @@ import torch
 from dit_graph import breaks
 from dit_graph.buckets import Buckets, schedule
 from dit_graph.config import GraphConfig
-from dit_graph.errors import NotReplayed, Unsupported
+from dit_graph.errors import DitGraphError, NotReplayed, Unsupported
 from dit_graph.graphed import Graphed
 from dit_graph.key import Signature
 from dit_graph.modes.denoise import Pictures, caller
@@ -63,7 +63,7 @@ class Install:
         self._slot.install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if reason := switched_off() or (self.runner is None and self._resolve(self._device())):
+        if reason := switched_off() or (self.runner is None and self._unresolved()):
             self._say(reason)
             self.eager[reason] += 1
             if self.config.strict and not switched_off():
@@ -73,9 +73,19 @@ class Install:
         assert self.runner is not None
         return self._answer(*args, **kwargs)
 
-    def _device(self) -> torch.device:
+    def _unresolved(self) -> str:
+        """Make the runner where the module is now; returns why there is none."""
         first = next(self.module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+        try:
+            return self._resolve(torch.device("cpu") if first is None else first.device)
+        except DitGraphError as error:  # at `enable` it is the caller's; a call is answered
+            return str(error)
+
+    def ready(self) -> Runner | None:
+        """The runner, made now where the module came to its device after `enable`."""
+        if self.runner is None:
+            self._unresolved()
+        return self.runner
 
     def _resolve(self, on: torch.device) -> str:
         """Make the runner; returns why there is none on this device."""

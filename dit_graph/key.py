@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from dit_graph.buffers import misaligned
 from dit_graph.context import Context, context
 from dit_graph.errors import Unkeyable
 
@@ -129,7 +130,8 @@ class Call:
             if (place := self._given.setdefault(id(value), len(self.tensors))) < len(self.tensors):
                 return ("again", place)  # one object: the forward may ask whether it is
             self.tensors.append(value)
-            return ("tensor", value.shape, value.stride(), value.dtype, value.device)
+            where = value.dtype, value.device, misaligned(value)
+            return ("tensor", value.shape, value.stride(), *where)
         if kind is float:
             return (kind, repr(value))
         if isinstance(value, _PLAIN):

@@ -74,7 +74,8 @@ def _elements(key: GraphKey) -> int:
 def _leaf(name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> list[str]:
     if a[0] != "tensor" or b[0] != "tensor":
         return [f"{name}: {_value(a)} vs {_value(b)}"]
-    (_, shape, stride, dtype, device), (_, shape_b, stride_b, dtype_b, device_b) = a, b
+    _, shape, stride, dtype, device, past = a
+    _, shape_b, stride_b, dtype_b, device_b, past_b = b
     if len(shape) != len(shape_b):
         found = [f"{name} has {len(shape)} dimensions vs {len(shape_b)}"]
     else:
@@ -86,6 +87,8 @@ def _leaf(name: str, a: tuple[Any, ...], b: tuple[Any, ...]) -> list[str]:
         found.append(f"{name} dtype: {_plain(dtype)} vs {_plain(dtype_b)}")
     if device != device_b:
         found.append(f"{name} device: {device} vs {device_b}")
+    if past != past_b:
+        found.append(f"{name} misses a multiple of 16 bytes by {past} vs {past_b}")
     return found
 
 

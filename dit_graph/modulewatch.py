@@ -32,6 +32,8 @@ class ModuleWatcher:
         self._known: Fingerprint | None = None
         self._written: set[str] = set()
         self._streak = 0
+        self._changed: str | None = None  # at the last comparison
+        self._let_through = False  # a change elsewhere, in this streak
         self._seen: tuple[Any, ...] = ()
         self._needs_grad = False
         self._blocker: str | None = None
@@ -74,14 +76,31 @@ class ModuleWatcher:
             return None
         change = None if self._known is None else self._known.first_change()
         steadied = not change and self._streak > _UNSTEADY
-        self._streak = self._streak + 1 if change else 0
+        unsteady = self._is_unsteady(change)
         if self._known is None or change or steadied:
             self._take_over()
             self._again = True
+        elif self._known.outgrown:
+            self._take_over()
         self._seen = self._glance()
-        if self._streak > _UNSTEADY:
+        if unsteady:
             self._blocker = self._blocker or f"Python state changes at every call: {change}"
         return change
+
+    def _is_unsteady(self, change: str | None) -> bool:
+        """Whether something runs along and changes the state, call after call.
+
+        A change elsewhere may end that, as `disable_cache` does: one is let through.
+        """
+        before, self._changed = self._changed, change
+        self._streak = self._streak + 1 if change else 0
+        if self._streak <= _UNSTEADY:
+            self._let_through = False
+            return False
+        if change != before and not self._let_through:
+            self._let_through = True
+            return False
+        return True
 
     def _take_over(self) -> None:
         """From now on the module as it is now is what the recordings stand on."""

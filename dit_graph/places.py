@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.hooks.hooks import HookRegistry
+
+from dit_graph.libraries import HOOKS, imported
 
 REMOVED = object()
+_ADDED = {"_class_name", "_diffusers_version", "__slotnames__"}  # by saving a config, by copying
 
 
 @dataclass(eq=False, slots=True)
@@ -143,10 +145,11 @@ def _same_array(now: Any, before: Any) -> bool:
 
 
 def _idle(key: Any, value: Any) -> bool:
-    """What appears by being looked for: a model's empty hook registry, a class's annotations."""
-    if isinstance(value, HookRegistry):
+    """What appears by being looked for, or by saving: a model's empty hook registry, a class's
+    annotations, the names that a config is saved with."""
+    if isinstance(value, imported(HOOKS)):
         return not value.hooks
-    return isinstance(key, str) and key.startswith("__annot")
+    return isinstance(key, str) and (key.startswith("__annot") or key in _ADDED)
 
 
 def _unchanged(now: Any, before: Any) -> bool:

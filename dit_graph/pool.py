@@ -166,6 +166,8 @@ class Pool:
             self.retire(generation)
 
     def retire(self, generation: Generation) -> None:
+        if generation not in self._generations:
+            return
         for entry, tape in generation.held:
             entry.forget(tape)
         generation.held.clear()

@@ -16,10 +16,11 @@ from dit_graph.capture import Capture
 from dit_graph.context import context
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.entry import Entry
-from dit_graph.errors import CaptureError, Collective, Conflict, NotReplayed
+from dit_graph.errors import CaptureError, Collective, Conflict, DitGraphError, NotReplayed
 from dit_graph.fallback import Fallback
+from dit_graph.frames import raised_in
 from dit_graph.graphed import Graphed
-from dit_graph.guards import host_generators
+from dit_graph.guards import DeviceNumber, host_generators
 from dit_graph.key import Call, is_size, tensors_of
 from dit_graph.proof import difference
 from dit_graph.state import Fingerprint
@@ -49,6 +50,14 @@ class Recording:
                 return self._on.original(*args, **kwargs)
 
         out = self._fallback.with_room(run, call.tensors)
+        try:
+            return self._warmed(entry, call, before, drawn, out)
+        except Exception as error:  # the answer is there all the same
+            entry.block(self._fallback.own_error(error))
+            return out
+
+    def _warmed(self, entry: Entry, call: Call, before: Fingerprint, drawn: Any, out: Any) -> Any:
+        """What a cold call shows of its signature; returns the caller's own result."""
         entry.warm = self._thread.warm = True
         now = context(call.key.context.extra_key)
         if now != call.key.context and not entry.tapes:
@@ -111,13 +120,18 @@ class Recording:
             )  # fmt: skip
             capture.stays_out = self._on.stays_out
             out = self._run(capture, static, call)
+            result = capture.tape.result(call.tensors)
         except Exception as error:
+            raised = capture is not None and raised_by_the_forward(error, capture.tape)
             self._fallback.raise_if_failed(error, f"recording {entry.label}")
             if capture is not None:
                 capture.effects.undo.roll_back()
             before.restore()
             clear_frames(error)  # their locals would look like survivors
             self._let_go(generation, 0 if capture is None else capture.known.survivors(None))
+            if raised:
+                entry.raised(error, "while it was recorded")
+                raise
             if is_out_of_memory(error) and not last_try and self._fallback.free():
                 return self.capture(entry, call, args, kwargs, last_try=True)
             return self._failed(entry, error, capture, args, kwargs)
@@ -126,14 +140,17 @@ class Recording:
             self._on.pool.close(generation)
             raise
         entry.captures += 1
-        self._say_unmatched(capture)
         tape = capture.tape
-        result = tape.result(call.tensors)
         static.copy_back(call.tensors, tape.written_inputs)
-        entry.capture_seconds += time.perf_counter() - started
-        survivors = capture.known.survivors(out)
-        self._keep(entry, generation, tape, before, survivors)
-        self._on.pool.sweep()
+        try:
+            self._say_unmatched(capture)
+            entry.capture_seconds += time.perf_counter() - started
+            survivors = capture.known.survivors(out)
+            self._keep(entry, generation, tape, before, survivors)
+            self._on.pool.sweep()
+        except Exception as error:  # the answer is there all the same
+            entry.block(self._fallback.own_error(error))
+            self._on.pool.retire(generation)
         if tape not in entry.tapes or not entry.proof.compares(tape):
             return result
         return self.compared("recording", entry, tape, result, seeds, args, kwargs)
@@ -168,7 +185,11 @@ class Recording:
             entry.proof.left_out = "not compared: out of memory"
             self._on.reseed(after)
             return result
-        if differs := difference(result, expected):
+        try:
+            differs = difference(result, expected)
+        except Exception as error:
+            differs = self._fallback.own_error(error)
+        if differs:
             reason = f"verify: the {what} differs from eager: {differs}"
             entry.block(reason)
             if what == "replay":
@@ -287,6 +308,24 @@ class Recording:
                 what = "no module that this recording runs outside of compiled code"
             self.unmatched.add(f"breaks pattern {pattern!r} matches {what}")
             log.warning("dit_graph: %s: breaks pattern %r matches %s", self._on.name, pattern, what)
+
+
+def raised_by_the_forward(error: BaseException, tape: Tape) -> bool:
+    """Whether it is the forward's own error, which eager would raise as well.
+
+    Not where it may come of the recording: from our code or torch's, from an error about capturing
+    or about memory, or from a number that a stand-in took the place of.
+    """
+    if not raised_in(error) or is_out_of_memory(error):
+        return False
+    if any(type(home) is DeviceNumber for step in tape.breaks() for home in step.homes):
+        return False
+    led: BaseException | None = error
+    while led is not None:
+        if isinstance(led, DitGraphError) or "captur" in str(led).lower():
+            return False
+        led = led.__cause__ or led.__context__
+    return True
 
 
 def clear_frames(error: BaseException) -> None:

@@ -11,7 +11,7 @@ from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.key import Call
-from dit_graph.record import Recording
+from dit_graph.record import Recording, raised_by_the_forward
 from dit_graph.tape import Tape, Undo
 
 log = logging.getLogger("dit_graph")
@@ -53,8 +53,12 @@ class Replay:
                 entry.proof.stop_timing("not timed: it depends on values")
                 continue
             except Exception as error:
+                raised = raised_by_the_forward(error, tape)
                 self._fallback.raise_if_failed(error, f"replaying {entry.label}")
                 undo.roll_back()
+                if raised:
+                    entry.eager[f"the forward raised {type(error).__name__} in a replay"] += 1
+                    raise
                 return self._broken(entry, error, args, kwargs)
             entry.replays += 1
             entry.missed = entry.broken = 0

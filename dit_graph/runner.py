@@ -1,6 +1,7 @@
 """Sequences one call: key, decision, and the action that it names."""
 
 import functools
+import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dit_graph import breaks
 from dit_graph.backends import backend_named
 from dit_graph.blockers import mode_around
 from dit_graph.entry import Decision, Entries, Entry
-from dit_graph.errors import NewShape, Unkeyable
+from dit_graph.errors import DitGraphError, NewShape, Unkeyable
 from dit_graph.fallback import Fallback
 from dit_graph.graphed import Graphed
 from dit_graph.key import Call, GraphKey
@@ -24,6 +25,7 @@ from dit_graph.replay import Replay
 from dit_graph.varying import VaryingValues
 
 log = logging.getLogger("dit_graph")
+INSIDE = "part of a recording around it"
 
 
 class Runner:
@@ -35,6 +37,8 @@ class Runner:
         self.warming = False
         self.closed = False
         self._backend = backend_named(on.config.backend)
+        # torch imports it for the first dispatch mode, which would be inside of a capture
+        importlib.import_module("torch._dynamo")
         self._varying = VaryingValues()
         self._recent = RecentCalls()
         self._fallback = Fallback(on)
@@ -64,11 +68,15 @@ class Runner:
         """Eager calls that no entry stands for, by reason."""
         return self._fallback.refused
 
+    @property
+    def said(self) -> set[str]:
+        """What was logged: the reasons of eager calls that are not meant to be eager, and more."""
+        return self._fallback.said
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if breaks.capturing() or breaks.local.cold or self.pool.device.capturing():
-            self.calls += 1
-            self.refused["part of a recording around it"] += 1
-            return self._plain(args, kwargs)
+        if reason := self.passes_by():
+            plain = functools.partial(self._plain, args, kwargs)
+            return self.refuse(reason, plain, expected=reason == INSIDE)
         entry: Entry | None = None
         with self.pool.lock:
             self.calls += 1
@@ -82,13 +90,26 @@ class Runner:
                 call = self.on.signature.bind(args, kwargs, self._extra_key)
                 entry, decision = self._decide(call)
                 self._recent.note(entry, decision.action == "replay")
-                if entry is not None and decision.action != "eager":
-                    with self.pool.using(), breaks.live(call.arguments):
-                        return self._actions[decision.action](entry, call, args, kwargs)
-                reason = decision.reason
             except Unkeyable as error:
-                reason = str(error)
-        return self._fallback(entry, reason, args, kwargs)
+                decision = Decision("eager", str(error))
+            except DitGraphError:  # meant for the caller
+                raise
+            except Exception as error:
+                decision = Decision("eager", self.own_error(error))
+            if entry is not None and decision.action != "eager":
+                with self.pool.using(), breaks.live(call.arguments):
+                    return self._actions[decision.action](entry, call, args, kwargs)
+        return self._fallback(entry, decision.reason, args, kwargs)
+
+    def passes_by(self) -> str:
+        """Why a call is not to be looked at at all, or an empty string."""
+        if breaks.capturing() or breaks.local.cold or self.pool.device.capturing():
+            return INSIDE
+        return mode_around()
+
+    def own_error(self, error: Exception) -> str:
+        """The reason of a call at which our own bookkeeping failed."""
+        return self._fallback.own_error(error)
 
     def refuse(self, reason: str, run: Callable[[], Any], expected: bool = False) -> Any:
         """Count a call that stays eager before it has a key, and run it.
@@ -118,8 +139,6 @@ class Runner:
         self.pool.tick()
         if not self._backend.records:
             return None, Decision("eager", f"backend {self._backend.name}")
-        if mode := mode_around():
-            return None, Decision("eager", mode)
         if change := self.on.state.changed():
             self._invalidate(change)
         if self.on.state.blocker:
@@ -143,6 +162,7 @@ class Runner:
         if entry.decide().action != "eager" and (change := self.on.state.changed_since()):
             self._invalidate(change)
         decision = entry.decide()
+        entry.goes_by(decision)
         if decision.action == "eager" or not self.pool.crowded:
             return entry, decision
         reason = self._recent.thrashing(entry, self.pool.idle)

@@ -3,20 +3,29 @@
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+_COPY = "__reduce_ex__"  # `copy.copy`, `copy.deepcopy` and `pickle` look it up on the object first
+_MODULE_CALLS = torch.nn.Module.__module__  # the file whose functions call a module's `forward`
+_OF_A_METHOD = {"__code__", "__defaults__", "__kwdefaults__", "__func__", "__self__", "__globals__"}
+
 
 class Slot:
     """A callable put into `owner.__dict__[name]`; a pass-through once it is switched off.
 
     Hooks of other libraries replace the same attribute, so `remove` restores it only while it still
-    holds this slot. A deep copy or an unpickled owner gets its own class's plain method; a shallow
-    copy shares the slot, which answers for the first owner: call `enable` on the copy.
+    holds this slot. Copies of the owner, deep and shallow, and an unpickled one get what was there
+    before; where a library copies the `__dict__` (DataParallel's replicas), the copy is noticed
+    when it is called. To tracers and exporters of torch it is the method that it stands for.
     """
+
+    # not in its `__dict__`, which hooks copy into the callable that they wrap around it
+    __slots__ = ("__dict__", "_before", "_call", "_name", "_owner", "active")
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         self._owner, self._name, self._call = owner, name, call
@@ -33,16 +42,29 @@ class Slot:
 
     def install(self) -> None:
         self.active = True
-        object.__setattr__(self._owner, self._name, self)
+        own = self._owner.__dict__
+        own[self._name] = self
+        own.setdefault(_COPY, _Copying(self._owner))
+        if type(own[_COPY]) is _Copying:
+            own[_COPY].slots.append(self)
 
     def remove(self) -> None:
         self.active = False
-        if self._owner.__dict__.get(self._name) is not self:
-            return
+        own = self._owner.__dict__
+        if own.get(self._name) is self:
+            self._give_back(own)
+        mark = own.get(_COPY)
+        if type(mark) is _Copying:
+            mark.slots = [slot for slot in mark.slots if slot is not self]
+            if not mark.slots:
+                del own[_COPY]
+
+    def _give_back(self, own: dict[str, Any]) -> None:
+        """Put into the `__dict__` of the owner, or of a copy of it, what was there before."""
         if self._before is None:
-            del self._owner.__dict__[self._name]
+            del own[self._name]
         else:
-            self._owner.__dict__[self._name] = self._before
+            own[self._name] = self._before
 
     def calls(self, call: Callable[..., Any]) -> bool:
         """Whether it stands for `call`."""
@@ -57,12 +79,34 @@ class Slot:
         return any(self is link for place in places for link in _chain(place))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # the owner is compiled as a whole: its code, not ours; the other threads' calls are ours
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        # the owner is traced, or compiled as a whole: its code, not ours, in this thread alone
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or torch.compiler.is_exporting()
+            or torch._C._get_tracing_state() is not None
+        ):
             if self._before is not None:
                 return self._before(*args, **kwargs)
             return getattr(type(self._owner), self._name)(self._owner, *args, **kwargs)
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") == _MODULE_CALLS:
+            # such a frame drops none of its locals, so that looking at them keeps nothing alive
+            caller = frame.f_locals.get("self")
+            if caller is not self._owner and self._is_copied_to(caller):
+                caller.__dict__[_COPY].take_out(caller.__dict__)
+                return getattr(caller, self._name)(*args, **kwargs)
         return self._call(*args, **kwargs) if self.active else self.original(*args, **kwargs)
+
+    def _is_copied_to(self, other: Any) -> bool:
+        """Whether somebody copied the owner's `__dict__` into another object's."""
+        own = getattr(other, "__dict__", {})
+        mark = own.get(_COPY)
+        return type(mark) is _Copying and mark.owner is self._owner
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_METHOD:  # `torch.export` reads the code of a forward
+            return getattr(self.original, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo.get(id(self._owner))
@@ -73,6 +117,37 @@ class Slot:
 
     def __reduce__(self) -> Any:
         return plain_method, (self._owner, self._name)
+
+
+class _Copying:
+    """In the owner's `__dict__` beside its slots: how to copy or pickle it without them.
+
+    Keeps them, and so what they lead to, where another hook takes one out of its place.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.slots: list[Slot] = []
+
+    def __call__(self, protocol: Any) -> Any:
+        frame = sys._getframe(1)  # `copy` may copy what has the owner's `__dict__`, a replica
+        copying = frame.f_globals.get("__name__") == "copy"
+        owner: Any = frame.f_locals.get("x", self.owner) if copying else self.owner
+        reduce: Any = type(owner).__reduce_ex__
+        reduced = reduce(owner, protocol)
+        if not isinstance(reduced, tuple) or not isinstance(reduced[2], dict):
+            return reduced
+        made, args, state, *rest = reduced
+        state = dict(state)
+        self.take_out(state)
+        return made, args, state, *rest
+
+    def take_out(self, own: dict[str, Any]) -> None:
+        """Put into the `__dict__` of a copy what was in the owner's before each slot."""
+        del own[_COPY]
+        for slot in reversed(self.slots):
+            if own.get(slot._name) is slot:
+                slot._give_back(own)
 
 
 def plain_method(owner: Any, name: str) -> Any:

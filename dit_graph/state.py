@@ -32,6 +32,7 @@ class Fingerprint:
 
     def __init__(self, module: torch.nn.Module) -> None:
         walk = Walk(module)
+        self.outgrown = False  # it holds more than was read, of what is no state
         self.blocker = walk.blocker  # what is held but can be neither compared nor put back
         self._places = walk.places
         self._tensors = walk.tensors
@@ -145,8 +146,10 @@ class Fingerprint:
         if of_class := next(self._class_changes(), None):
             return of_class
         change_of_tensor = self._tensor_change()
-        if change_of_tensor is None and not self._grew():
-            self._flatten()  # other objects of the same value, or another order: known from now on
+        if change_of_tensor is None:
+            self.outgrown = self._grew()
+            if not self.outgrown:
+                self._flatten()  # other objects of the same value, another order: known from now on
         return change_of_tensor
 
     def _differences(self) -> list[tuple[Place, str, Any, Any]]:

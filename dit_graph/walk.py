@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
-from diffusers.hooks.hooks import HookRegistry
 
+from dit_graph.libraries import HOOKS, PIPELINE, imported
 from dit_graph.places import ClassAttributes, Place, SlotAttributes, step_name
 
 _OPAQUE = (
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, io.IOBase,
     str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Generator,
-    logging.Logger, logging.LoggerAdapter, DiffusionPipeline,
+    logging.Logger, logging.LoggerAdapter,
 )  # fmt: skip
 _FOREIGN = {
     "builtins", "logging", "threading", "inspect", "weakref", "functools", "_thread", "pathlib",
@@ -63,13 +62,13 @@ class Walk:
 
     def _visitor(self, kind: type) -> "_Visitor | None":
         """What to do with the values of one type, looked up once; None to do nothing."""
-        if issubclass(kind, _OPAQUE):
+        if issubclass(kind, (*_OPAQUE, *imported(PIPELINE))):
             return None
         for base, visitor in (
             (type, self._class),
             (torch.Tensor, self._tensor),
             (np.ndarray, self._array),
-            (HookRegistry, self._registry),
+            (imported(HOOKS), self._registry),
             (functools.partial, self._partial),
             (_GENERATORS, self._generator),
             (types.MethodType, self._method),

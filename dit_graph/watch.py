@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dit_graph.calls import CallWatch
+from dit_graph.devices.base import UPLOADS_SCALARS
 from dit_graph.errors import CaptureError, Collective
 from dit_graph.frames import source_line
 from dit_graph.key import tensors_of
@@ -108,10 +109,22 @@ def classify(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return c.on_host(func, args, kwargs, random)
     reason = _breaks_because(c, func, args, tags, on_host, operands, to_host, to_device)
     if reason is None:
+        if on_host and func in UPLOADS_SCALARS:
+            upload = functools.partial(_upload, c)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, upload, (args, kwargs))
         return c.in_segment(func, args, kwargs)
     if operands and not random and c.follows_from_constants(func, args, kwargs):
         return c.make_constant(func, args, kwargs, target or c.device.on)
     return c.eager(func, args, kwargs, reason=reason)
+
+
+def _upload(c: "Capture", t: torch.Tensor) -> torch.Tensor:
+    """A frozen 0-dim operand on the host as a constant on the device."""
+    if not c.known.is_host(t):
+        return t
+    on: torch.device = c.device.on
+    constant: torch.Tensor = c.make_constant(torch.Tensor.to, (t, on), {"copy": True}, on)
+    return constant
 
 
 def _breaks_because(
@@ -128,7 +141,7 @@ def _breaks_because(
         return f"{name} depends on data"
     if to_host or (on_host and (to_device or func in _COPIES)):
         return f"{name} between host and device"
-    reads_scalars = torch.Tag.pointwise in tags or func in _READ_SCALARS
+    reads_scalars = torch.Tag.pointwise in tags or func in _READ_SCALARS | UPLOADS_SCALARS
     for t in on_host:
         if t.dim() or not reads_scalars or not c.freeze_scalar(t):
             return f"{name} reads a CPU tensor"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-SHARED = ("contract", "proving", "threads", "prefill", "recipes")
+SHARED = ("contract", "proving", "threads", "prefill", "recipes", "tracing", "copies", "odd")
 pytest.register_assert_rewrite(*(f"tests.{name}" for name in SHARED))
 
 torch.set_num_threads(1)  # tiny models: a second thread only waits

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import dit_graph
 from dit_graph import break_graph, current_call, eager_on_graph
 from dit_graph.devices.base import is_about_capturing
 from tests.families import FAMILIES
-from tests.pair import PLAIN, Machine
+from tests.pair import PLAIN, Machine, torchs
 
 
 class Module(nn.Module):
@@ -126,6 +127,165 @@ def test_family_in_every_mode(machine: Machine, mode: str, name: str) -> None:
         for i in range(5):
             pair(**machine.to(family.inputs(10 * i, 5)))
     assert pair.replays == 3, pair.handle.report()
+
+
+@pytest.fixture
+def deterministic(monkeypatch: Any) -> Iterator[None]:
+    """As `diffusers.utils.torch_utils.enable_full_determinism` has it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_under_deterministic_algorithms(
+    machine: Machine, name: str, deterministic: None
+) -> None:
+    """torch fills what `empty` gives then; what a break leaves for a segment must not be."""
+    family = FAMILIES[name]
+    pair = machine.pair(family.build())
+    for i in range(5):
+        pair(**machine.to(family.inputs(10 * i, 5)))
+    assert pair.replays == 3, pair.handle.report()
+
+
+@pytest.mark.parametrize("make", ["empty", "empty_strided", "empty_like", "new_empty"])
+def test_memory_that_the_forward_leaves_empty_is_filled(
+    machine: Machine, make: str, deterministic: None, monkeypatch: Any
+) -> None:
+    def body(m: Any, x: Any) -> Any:
+        like = torch.zeros(2, 8, dtype=torch.int64, device=x.device)
+        made = {
+            "empty": lambda: torch.empty(2, 8, dtype=torch.int64, device=x.device),
+            "empty_strided": lambda: torch.empty_strided((2, 8), (8, 1), dtype=torch.int64,
+                                                         device=x.device),
+            "empty_like": lambda: torch.empty_like(like),
+            "new_empty": lambda: like.new_empty(2, 8),
+        }[make]()  # fmt: skip
+        seen = (made == torch.iinfo(torch.int64).max).float()
+        made.copy_(x.round())  # so that another fill is needed at every replay
+        return m.linear(x) + seen + made
+
+    pair = run(machine, body, [rows(i) for i in range(6)])
+    assert pair.replays == 4 and pair.stats["eager"] == {}
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    pair.graphed(rows(0).to(machine.on))
+    assert pair.stats["cold"] == 2, "a switch that is part of the key"
+
+
+def test_what_a_break_leaves_for_a_segment_is_not_filled(
+    machine: Machine, deterministic: None
+) -> None:
+    double = eager_on_graph(pure=True)(lambda h: h * 2)
+
+    def body(m: Any, x: Any) -> Any:
+        return m.linear(double(m.linear(x))) + x[x > -10].reshape(x.shape)
+
+    pair = run(machine, body, [rows(i) for i in range(6)])
+    assert pair.replays == 4 and pair.stats["eager"] == {}
+
+
+# ---- indices and scalars on the host, which CUDA copies to the device unseen
+
+_HOST_OPERANDS: dict[str, Any] = {
+    "list": lambda m, h: h[[0, -1]],
+    "list of a dimension": lambda m, h: h[:, [0, 3]],
+    "tuples": lambda m, h: h[(0, 1), (1, 0)],
+    "array": lambda m, h: h[:, np.array([[0, 1], [1, 0]])],
+    "range": lambda m, h: h[range(2)],
+    "number of numpy's": lambda m, h: h[np.int64(1)],
+    "empty list": lambda m, h: h[[]],
+    "list of truths": lambda m, h: h[[True, False]],
+    "list that holds a tensor": lambda m, h: h[:, [torch.tensor(0), 1]],
+    "assigned by a list": lambda m, h: (h.__setitem__([0], 3.0), h)[1],
+    "assigned by a tensor": lambda m, h: (
+        h.__setitem__((slice(None), torch.tensor([0, 1], device=h.device)), 3.0), h)[1],
+    "assigned a tensor": lambda m, h: (
+        h.__setitem__((slice(None), torch.tensor([0], device=h.device)), torch.tensor(2.0)), h)[1],
+    "where": lambda m, h: torch.where(h > 0, torch.tensor(1.0), h),
+    "where both": lambda m, h: torch.where(h > 0, torch.tensor(1.0), torch.tensor(-1.0)),
+    "where of another type": lambda m, h: torch.where(h > 0, torch.tensor(2, dtype=torch.int64), h),
+    "where numbers": lambda m, h: torch.where(h > 0, 1.0, h),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _HOST_OPERANDS)
+def test_python_data_in_an_index_or_a_choice(machine: Machine, name: str) -> None:
+    take = _HOST_OPERANDS[name]
+    pair = run(machine, lambda m, x: take(m, m.linear(x)) + 1, [rows(i) for i in range(6)])
+    assert pair.stats["eager"] == {} and pair.replays == 4, pair.handle.report()
+
+
+def test_a_scalar_of_the_models_own_that_changes_in_a_choice(machine: Machine) -> None:
+    body = lambda m, x: torch.where(x > 0, m.t, m.linear(x))
+    pair = machine.pair(Module(body))
+    for i in range(9):
+        for m in (pair.graphed, pair.eager):
+            m.t = torch.tensor(1.0) if i == 0 else m.t.fill_(float(i > 4))
+        pair(rows(i).to(machine.on))
+    assert pair.replays >= 4
+
+
+def test_a_function_that_cannot_be_captured_is_a_break_from_then_on(machine: Machine) -> None:
+    """`Tensor.new` copies Python data to the device, and is no operation."""
+    body = lambda m, x: m.linear(x) + x.new([[1.0] * 8])
+    pair = run(machine, body, [rows(i, n) for n in (2, 3) for i in range(6)])
+    (reason,) = pair.stats["eager"]
+    assert "Cannot copy between CPU and CUDA tensors" in reason and "a break from now on" in reason
+    assert pair.stats["eager"][reason] == 1 and pair.replays == 3 + 4
+    assert "new could not be captured" in str(pair.handle.explain())
+
+
+# ---- where in 16 bytes an argument begins
+
+
+def shifted(t: torch.Tensor, by: int) -> torch.Tensor:
+    """A copy that begins `by` elements past where memory is allocated."""
+    whole = torch.empty(t.numel() + by, dtype=t.dtype, device=t.device)
+    return whole[by:].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_view_that_begins_off_16_bytes_is_staged_so(machine: Machine, dtype: torch.dtype) -> None:
+    seen: list[int] = []
+
+    @eager_on_graph(pure=True)
+    def look(h: torch.Tensor) -> torch.Tensor:
+        seen.append(h.data_ptr() % 16)
+        return h.sum(-1)
+
+    pair = machine.pair(Module(lambda m, x: look(x) + m.linear(x.float()).sum(-1)))
+    for i in range(12):
+        x = rows(i, 8).to(machine.on, dtype)
+        given = shifted(x, int(i > 3 and i % 2))
+        del seen[:]
+        result = pair.graphed(given)
+        assert set(seen) == {given.data_ptr() % 16} and len(seen) == 1
+        assert torch.equal(result, pair.eager(given))
+    assert pair.stats["cold"] == 2 and pair.replays == 8
+    off = f"x misses a multiple of 16 bytes by {dtype.itemsize} vs 0"
+    assert f"differs from the nearest recorded: {off}" in pair.handle.report()
+
+
+def test_a_loops_timesteps_are_one_signature(machine: Machine) -> None:
+    """Views of one table, each at another place in it, of one value each."""
+    pair = machine.pair(Module(lambda m, x, t: m.linear(x) * t[:, None]))
+    table = torch.arange(8, device=machine.on, dtype=torch.float32)
+    for i, t in enumerate(table):
+        x = rows(i).to(machine.on)
+        assert torch.equal(pair.graphed(x, t.expand(2)), pair.eager(x, t.expand(2)))
+        assert torch.equal(pair.graphed(x, t[None]), pair.eager(x, t[None]))
+    assert pair.stats["captures"] == 2 and pair.replays == 12
+
+
+def test_a_misaligned_argument_that_is_written_and_returned(machine: Machine) -> None:
+    pair = machine.pair(Module(lambda m, x: (x.mul_(2), m.linear(x), x, x[1:])[1:]))
+    for i in range(5):
+        mine, its = (shifted(rows(i).to(machine.on), 1) for _ in range(2))
+        a, b = pair.graphed(mine), pair.eager(its)
+        assert all(map(torch.equal, (mine, *a), (its, *b))) and a[1] is mine
+    assert pair.replays == 3
 
 
 # ---- the hard cases N1 to N6 (N2: `compiled.py`): right with the rule, wrong without it
@@ -960,7 +1120,9 @@ def test_a_memo_first_made_under_capture_stays_right(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last", "break"])
-def test_a_forward_that_fails_in_capture_is_answered_eagerly(machine: Machine, where: str) -> None:
+def test_what_a_forward_raises_while_it_is_recorded_it_raises(machine: Machine, where: str) -> None:
+    """Nothing has moved then, and the signature is given up after three such recordings."""
+
     @eager_on_graph(pure=True)
     def marked(h: torch.Tensor) -> torch.Tensor:
         check("break")
@@ -968,7 +1130,7 @@ def test_a_forward_that_fails_in_capture_is_answered_eagerly(machine: Machine, w
 
     def check(place: str) -> None:
         if place == where and dit_graph.breaks.capturing():
-            raise RuntimeError(f"only while recording, {place}")
+            raise LookupError(f"only while recording, {place}")
 
     def body(m: Any, x: Any) -> Any:
         m.count.add_(1)
@@ -983,10 +1145,17 @@ def test_a_forward_that_fails_in_capture_is_answered_eagerly(machine: Machine, w
         return x
 
     pair = machine.pair(Module(body))
-    for i in range(5):
+    for i in range(3):
         pair(rows(i).to(machine.on))
-    (reason,) = pair.stats["eager"]
-    assert "only while recording" in reason and pair.replays == 0
+        count, drawn = pair.graphed.count.clone(), pair.handle.installs["Module"].runner.on.seeds()
+        with pytest.raises(LookupError, match=f"only while recording, {where}"):
+            pair.graphed(rows(i).to(machine.on))
+        assert torch.equal(pair.graphed.count, count)
+        assert all(map(torch.equal, drawn, pair.handle.installs["Module"].runner.on.seeds()))
+    for i in range(2):
+        pair(rows(i).to(machine.on))
+    reason = "the forward raised LookupError while it was recorded"
+    assert pair.stats["eager"] == {reason: 5} and pair.replays == 0
     where = "nowhere"
     for i in range(5):
         pair(rows(i, 3).to(machine.on))
@@ -1005,6 +1174,7 @@ def test_a_segment_that_fails_is_unwound(machine: Machine, stage: str, monkeypat
     segment = type(pair.handle.pool_on(torch.device(machine.on)).device.segment(None, lambda t: t))
     real = getattr(segment, stage)
 
+    @torchs
     def failing(self: Any, *args: Any) -> Any:
         if stage == "end":
             real(self, *args)
@@ -1614,6 +1784,7 @@ def test_a_replay_that_fails_is_answered_eagerly(machine: Machine) -> None:
     (install,) = pair.handle.installs.values()
     (entry,) = install.runner.entries.values()
 
+    @torchs
     def broken() -> None:
         raise RuntimeError("launch failed")
 
@@ -1627,6 +1798,7 @@ def test_a_replay_that_fails_is_answered_eagerly(machine: Machine) -> None:
 def test_a_replay_that_always_fails_is_given_up(machine: Machine) -> None:
     pair = machine.pair(Module(lambda m, x: m.linear(x)))
 
+    @torchs
     def broken() -> None:
         raise RuntimeError(f"launch {pair.handle.stats()['calls']} failed")
 
@@ -1650,15 +1822,64 @@ def test_an_error_of_the_forwards_own_while_it_is_recorded(machine: Machine) -> 
 
     pair = machine.pair(Module(body))
     pair(rows(0).to(machine.on))
-    for _ in range(5):
+    for _ in range(2):
         cancelled[0] = True
         with pytest.raises(InterruptedError, match="cancelled"):
             pair.graphed(rows(1).to(machine.on))
         cancelled[0] = False
         pair(rows(0).to(machine.on))  # cold again
+    assert sum(pair.stats["eager"].values()) == 2
     for i in range(4):
         pair(rows(i).to(machine.on))
     assert pair.replays == 3, pair.stats
+
+
+def test_what_a_marked_break_raises_at_replay_it_raises(machine: Machine) -> None:
+    cancelled = [False]
+
+    @eager_on_graph
+    def check(h: torch.Tensor) -> None:
+        if cancelled[0]:
+            raise InterruptedError("cancelled")
+
+    def body(m: Any, x: Any) -> Any:
+        m.count.add_(1)
+        h = m.linear(x) + torch.rand_like(x)
+        check(h)
+        return h + m.count
+
+    pair = run(machine, body, [rows(i) for i in range(4)])
+    cancelled[0] = True
+    count = pair.graphed.count.clone()
+    for _ in range(5):
+        with pytest.raises(InterruptedError, match="cancelled"):
+            pair.graphed(rows(5).to(machine.on))
+    assert torch.equal(pair.graphed.count, count)
+    cancelled[0] = False
+    pair(rows(6).to(machine.on), seed=6)
+    assert pair.replays == 3 and pair.stats["captures"] == 1
+    assert pair.stats["eager"] == {"the forward raised InterruptedError in a replay": 5}
+
+
+def test_an_error_that_only_a_recording_has_is_no_error_of_the_forwards(machine: Machine) -> None:
+    """A stand-in for a number, torch's refusal to be captured: eager decides, and has neither."""
+
+    def of_a_stand_in(m: Any, x: Any) -> Any:
+        number = m.linear(x).sum().item()
+        if type(number) is not float:
+            raise TypeError(f"a float is needed, got {type(number).__name__}")
+        return x * number
+
+    def of_a_capture(m: Any, x: Any) -> Any:
+        try:
+            return reads_host(m.linear(x))
+        except RuntimeError as error:
+            raise ValueError("no result") from error
+
+    for body, why in ((of_a_stand_in, "a float is needed"), (of_a_capture, "capt")):
+        pair = run(machine, body, [rows(i) for i in range(5)])
+        assert any(why in reason for reason in pair.stats["eager"])
+        assert "the forward raised" not in str(pair.stats["eager"])
 
 
 def test_the_attention_backend_is_in_the_key(machine: Machine) -> None:

@@ -16,7 +16,7 @@ from dit_graph.modes import live
 from dit_graph.modes.apart import apart
 from dit_graph.modes.prefill import DECODE
 from dit_graph.tape import Break
-from tests.pair import PLAIN, Machine
+from tests.pair import PLAIN, Machine, torchs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -695,6 +695,7 @@ def test_a_step_that_fails_writes_each_layer_once(machine: Machine, monkeypatch:
         model(ids(machine, seed, 1, 7))
     real, calls = live.attention_named, []
 
+    @torchs
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:  # one a layer

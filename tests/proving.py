@@ -17,7 +17,7 @@ from dit_graph import eager_on_graph
 from dit_graph.proof import Gate
 from dit_graph.tape import Tape
 from tests.contract import Module, rows
-from tests.pair import PLAIN, Machine
+from tests.pair import PLAIN, Machine, torchs
 
 ALWAYS = {"gate": "always"}
 
@@ -157,6 +157,12 @@ def test_differences_are_named(a: Any, b: Any, says: str) -> None:
 # ---- strict
 
 
+@torchs
+def fail_while_recording() -> None:
+    if dit_graph.breaks.capturing():
+        raise RuntimeError("only while recording")
+
+
 def test_strict_lets_cold_captured_and_replayed_calls_through(machine: Machine) -> None:
     pair = machine.pair(Module(plain), strict=True)
     for i in range(8):
@@ -167,8 +173,8 @@ def test_strict_lets_cold_captured_and_replayed_calls_through(machine: Machine) 
 @pytest.mark.parametrize("why", ["gradients", "generator", "capture", "backend"])
 def test_strict_raises_at_the_first_eager_call(machine: Machine, why: str) -> None:
     def body(m: Any, x: Any, generator: Any = None) -> Any:
-        if why == "capture" and dit_graph.breaks.capturing():
-            raise RuntimeError("only while recording")
+        if why == "capture":
+            fail_while_recording()
         return m.linear(x)
 
     options = {"backend": "eager"} if why == "backend" else {}
@@ -564,8 +570,7 @@ def test_a_failed_variant_gives_its_memory_back(machine: Machine) -> None:
     def body(m: Any, x: Any) -> Any:
         if x.sum() > 0:
             return m.linear(x)
-        if dit_graph.breaks.capturing():
-            raise RuntimeError("only while recording")
+        fail_while_recording()
         return x
 
     pair = machine.pair(Module(body))
@@ -580,6 +585,7 @@ def test_every_raised_failure_is_counted(machine: Machine, when: str) -> None:
     fail = []
 
     @eager_on_graph(pure=True)
+    @torchs
     def marked(h: torch.Tensor) -> torch.Tensor:
         if fail:
             raise RuntimeError("no luck")

@@ -7,6 +7,16 @@ from typing import Any
 
 import torch
 
+_aten = torch.ops.aten
+UPLOADS_SCALARS = {
+    _aten.where.self, _aten.index_put.default, _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+}  # fmt: skip
+"""Operations that copy a 0-dim operand on the host to the device first, where others hand its
+value to their kernel: of torch's pointwise ones `where` alone (all were tried, on torch 2.11)."""
+NO_COPY = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
+"""What torch says of it; the recorder refuses it in the same words."""
+
 
 def with_bits_of(t: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     """`twin` with the lazy conjugation and negation of `t`, which no pointer carries."""
@@ -57,9 +67,19 @@ class Segment(ABC):
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run or record one operation; new results lie in the generation's memory."""
 
+    def home(self, t: torch.Tensor) -> torch.Tensor:
+        """Memory of the generation with the shape and strides of `t`, for `before_launch` to fill.
+
+        Made without `torch.empty`: where deterministic algorithms are on torch fills what that
+        gives, and the fill would be part of the segment, so it would run after `before_launch`.
+        """
+        extent = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        storage = self.storage(extent.untyped_storage().nbytes(), t.device)
+        return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
+
     @abstractmethod
-    def empty_like(self, t: torch.Tensor) -> torch.Tensor:
-        """Memory of the generation with the shape and strides of `t`."""
+    def storage(self, size: int, on: torch.device) -> torch.UntypedStorage:
+        """`size` bytes of the generation's memory, which no operation of the segment writes."""
 
     @abstractmethod
     def before_launch(self, action: Callable[[], object]) -> None:
@@ -125,6 +145,14 @@ class Device(ABC):
     def scalar_is_host(self, t: torch.Tensor) -> bool:
         """Whether this 0-dim tensor from outside the call and the module counts as a host value."""
         return False
+
+    def pass_on(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a Python-level call of the forward, whose operations a dispatch mode sees.
+
+        The recorder raises where torch would copy Python data to the device unseen, which no
+        capture on CUDA allows.
+        """
+        return func(*args, **kwargs)
 
     def copies_to_host(self, func: Callable[..., Any], args: Any) -> bool:
         """Whether a Python-level call moves a tensor to the host, unseen by a dispatch mode."""

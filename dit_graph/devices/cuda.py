@@ -54,8 +54,8 @@ class CudaSegment(Segment):
         self.ops += 1
         return func(*args, **kwargs)
 
-    def empty_like(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    def storage(self, size: int, on: torch.device) -> torch.UntypedStorage:
+        return torch.UntypedStorage(size, device=on)
 
     def before_launch(self, action: Callable[[], object]) -> None:
         self._before.append(action)

@@ -18,13 +18,23 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
+from dit_graph.devices.base import (
+    NO_COPY,
+    UPLOADS_SCALARS,
+    Device,
+    Memory,
+    Segment,
+    Timer,
+    with_bits_of,
+)
 from dit_graph.errors import Unsupported
 from dit_graph.tape import below_autocast
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
 _CHUNK = 64 << 20
-_UNWRITTEN = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+_UNWRITTEN = {
+    "empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided",
+}  # fmt: skip
 
 
 class Arena(Memory):
@@ -99,6 +109,8 @@ class RecorderSegment(Segment):
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = {t.untyped_storage()._cdata for t in inputs}
         held_args, held_kwargs = pytree.tree_map_only(torch.Tensor, self._hold, (args, kwargs))
+        if func in UPLOADS_SCALARS and any(map(self._is_frozen, inputs)):
+            raise RuntimeError(NO_COPY)
         moved: dict[int, torch.Tensor] = {}
         out = pytree.tree_map_only(
             torch.Tensor, lambda t: self._move(t, known, moved), func(*args, **kwargs)
@@ -110,9 +122,14 @@ class RecorderSegment(Segment):
         ]  # fmt: skip
         schema = getattr(func, "_schema", None)
         views = not any(h is not None for h in homes) and schema and not schema.is_mutable
-        if not views and getattr(func, "__name__", "").split(".")[0] not in _UNWRITTEN:
+        unwritten = getattr(func, "__name__", "").split(".")[0] in _UNWRITTEN
+        if not views and (not unwritten or _fills_what_is_empty()):
             self._program.append((below_autocast(func), held_args, held_kwargs, homes))
         return out
+
+    def _is_frozen(self, t: torch.Tensor) -> bool:
+        """Whether a launch takes the value of this operand from the host and keeps it."""
+        return not t.dim() and self._hold(t).data_ptr() != t.data_ptr()
 
     def _move(self, t: torch.Tensor, known: set[int], moved: dict[int, Any]) -> torch.Tensor:
         """A result in new storage goes to the arena, storage by storage, so that aliases stay."""
@@ -128,10 +145,8 @@ class RecorderSegment(Segment):
         twin = torch.empty(0, dtype=t.dtype)
         return twin.set_(home, t.storage_offset(), t.shape, t.stride())
 
-    def empty_like(self, t: torch.Tensor) -> torch.Tensor:
-        extent = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-        block = self._arena.allocate(extent.untyped_storage().nbytes())
-        return torch.empty(0, dtype=t.dtype).set_(block.untyped_storage(), 0, t.shape, t.stride())
+    def storage(self, size: int, on: torch.device) -> torch.UntypedStorage:
+        return self._arena.allocate(size).untyped_storage()
 
     def before_launch(self, action: Callable[[], object]) -> None:
         action()  # operations run while they are recorded, so "before" is now
@@ -150,6 +165,26 @@ class RecorderSegment(Segment):
                 if leaf.shape != home.shape:
                     raise RuntimeError(f"a result is {leaf.shape}, recorded {home.shape}")
                 home.copy_(leaf)
+
+
+_INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+
+
+def _indices(index: Any) -> Any:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_python_data(index: Any) -> bool:
+    """What torch makes a tensor of on the host, and copies to the device."""
+    return isinstance(index, (list, tuple, range)) or (
+        isinstance(index, np.ndarray) and index.ndim > 0
+    )
+
+
+def _fills_what_is_empty() -> bool:
+    """Whether torch fills the memory that `empty` and its like give, so that a graph does too."""
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    return torch.are_deterministic_algorithms_enabled() and bool(fills)
 
 
 def weak(t: torch.Tensor) -> torch.Tensor:
@@ -220,6 +255,12 @@ class Recorder(Device):
 
     def scalar_is_host(self, t: torch.Tensor) -> bool:
         return True
+
+    def pass_on(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        data = _indices(args[1]) if func in _INDEXES else args if func is torch.Tensor.new else ()
+        if any(map(_is_python_data, data)):
+            raise RuntimeError(NO_COPY)
+        return func(*args, **kwargs)
 
     def copies_to_host(self, func: Callable[..., Any], args: Any) -> bool:
         return func is torch.Tensor.cpu or (func is torch.Tensor.to and "cpu" in args[1:])

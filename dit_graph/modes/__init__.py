@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from diffusers import DiffusionPipeline
 
 from dit_graph.config import GraphConfig
 from dit_graph.errors import ConfigError
+from dit_graph.libraries import is_pipeline
 from dit_graph.modes.denoise import denoisers
 
 Parts = dict[str, tuple[torch.nn.Module, GraphConfig]]
@@ -35,7 +35,7 @@ def text_encoders(target: Any, config: GraphConfig) -> Parts:
     """A pipeline's text encoders: LLMs with padded tokens, others at exact shapes."""
     from dit_graph.modes.bodies import bodies
 
-    if not isinstance(target, DiffusionPipeline):
+    if not is_pipeline(target):
         raise ConfigError(f"text_encoders=True needs a pipeline, got {type(target).__name__}")
     components: dict[str, Any] = cast(Any, target).components
     found: Parts = {}

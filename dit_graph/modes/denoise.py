@@ -1,31 +1,29 @@
-"""Denoising: which components repeat, when a picture begins, and how to warm up.
+"""Denoising: which components repeat, and when a picture begins.
 
 Scheduler, callbacks, guidance and the progress bar stay eager and are not touched; what is put on
 the scheduler is an instance slot over `set_timesteps`, which marks a picture's start and says so to
 every pipeline that shares the scheduler, and under `remove_syncs` those of `syncs.py`.
 """
 
-import copy
-import inspect
 import itertools
+import logging
 import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
 
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
 
 from dit_graph.config import Sync
-from dit_graph.errors import ConfigError
-from dit_graph.key import tensors_of
+from dit_graph.errors import ConfigError, DitGraphError
+from dit_graph.libraries import MODEL, imported, is_pipeline
 from dit_graph.modes.syncs import DeviceTimesteps
 from dit_graph.slot import Slot
 
+log = logging.getLogger("dit_graph")
 _DENOISERS = ("transformer", "unet", "controlnet")
 
 
@@ -37,7 +35,7 @@ def denoisers(target: Any) -> dict[str, torch.nn.Module]:
         if getattr(target.forward, "__func__", None) is torch.nn.Module.forward:
             raise ConfigError(f"{type(target).__name__} has no forward; enable a module that has")
         return {type(target).__name__: target}
-    if not isinstance(target, DiffusionPipeline):
+    if not is_pipeline(target):
         raise ConfigError(
             f"enable takes a diffusers pipeline or a torch.nn.Module, got {type(target).__name__}"
         )
@@ -45,7 +43,7 @@ def denoisers(target: Any) -> dict[str, torch.nn.Module]:
     found = {
         name: part
         for name, part in components.items()
-        if name.startswith(_DENOISERS) and isinstance(part, ModelMixin)
+        if name.startswith(_DENOISERS) and isinstance(part, imported(MODEL))
     }
     if not found:
         parts = ", ".join(components)
@@ -102,12 +100,19 @@ class TimestepsSlot(Slot):
             listener.begin(said=listener.said and pipe is None)
         out = self.original(*args, **kwargs)
         if self.timesteps is not None:
-            asking = [one for one in listeners if one.removes and one.is_of(pipe)]
-            if asking:
-                self.timesteps.place(_weights_on(pipe), asking[0].removed)
-            else:
+            try:
+                self._place(self.timesteps, pipe, listeners)
+            except Exception as error:  # the picture is drawn as without us
                 self.timesteps.forget()
+                log.debug("dit_graph: remove_syncs left a picture alone", exc_info=error)
         return out
+
+    def _place(self, timesteps: DeviceTimesteps, pipe: Any, listeners: Any) -> None:
+        asking = [one for one in listeners if one.removes and one.is_of(pipe)]
+        if asking:
+            timesteps.place(_weights_on(pipe), asking[0].removed)
+        else:
+            timesteps.forget()
 
 
 class Pictures:
@@ -171,7 +176,12 @@ class Pictures:
         loop of the user's own that sets its timesteps itself."""
         self.said = said
         self.number = next(self._numbers)
-        self._begun()
+        try:
+            self._begun()
+        except DitGraphError:  # meant for the caller, under `strict`
+            raise
+        except Exception as error:
+            log.debug("dit_graph: nobody could look at the slots", exc_info=error)
 
     def release(self) -> None:
         if self._slot is not None:
@@ -194,8 +204,13 @@ def caller(frame: types.FrameType | None) -> tuple[Any, bool]:
     while frame is not None:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
-            if isinstance(pipe := here.get("self"), DiffusionPipeline):
-                given = [here.get(name) for name in ("callback_on_step_end", "callback")]
+            pipe = here.get("self")
+            given = [here.get(name) for name in ("callback_on_step_end", "callback")]
+            # Up to Python 3.12 a frame keeps what was looked at, old latents too. Nobody but the
+            # frame, this name and the argument may refer to it: it is what `locals()` gives there.
+            if type(here) is dict and sys.getrefcount(here) <= 3:
+                here.clear()
+            if is_pipeline(pipe):
                 acts = (*given, getattr(pipe, "guider", None))
                 return pipe, any(act is not None for act in acts)
         frame = frame.f_back
@@ -211,63 +226,3 @@ def _weights_on(pipe: Any) -> torch.device:
     module = next(iter(denoisers(pipe).values()))
     found = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if found is None else found.device
-
-
-def warm_pipeline(pipe: Any, sizes: Sequence[tuple[int, int]], kwargs: dict[str, Any]) -> None:
-    """Two steps of the user's own pipeline at each (height, width) in pixels, largest first."""
-    known = inspect.signature(pipe.__call__).parameters
-    if not {"height", "width"} <= known.keys():
-        raise ConfigError(f"{type(pipe).__name__} takes no height and width; call it once a size")
-    if not all(isinstance(size, (tuple, list)) and len(size) == 2 for size in sizes):
-        raise ConfigError(f"warmup takes sizes as pairs (height, width), got {sizes!r}")
-    fixed = {"num_inference_steps": 2, "output_type": "latent"}
-    if taken := sorted({"height", "width", *fixed} & kwargs.keys()):
-        raise ConfigError(f"warmup sets {', '.join(taken)} itself")
-    for height, width in sorted(sizes, key=lambda size: -size[0] * size[1]):
-        with unchanged(pipe, kwargs):
-            pipe(height=height, width=width, **fixed, **kwargs)
-
-
-def warm_module(module: torch.nn.Module, inputs: Sequence[Any]) -> None:
-    """Two calls of a bare module for each input, a dict of keywords or a tuple, largest first."""
-
-    def size(call: Any) -> int:
-        return -sum(t.numel() for t in tensors_of(call))
-
-    wanted = "warmup takes as inputs a list of dicts or tuples, one a signature"
-    if not isinstance(inputs, (list, tuple)) or not inputs:
-        got = "an empty one" if isinstance(inputs, (list, tuple)) else type(inputs).__name__
-        raise ConfigError(f"{wanted}; got {got}")
-    if other := [
-        type(call).__name__ for call in inputs if not isinstance(call, (dict, list, tuple))
-    ]:
-        raise ConfigError(f"{wanted}; one of them is a {other[0]}")
-    for call in sorted(inputs, key=size):
-        args, kwargs = ((), call) if isinstance(call, dict) else (tuple(call), {})
-        with torch.no_grad():
-            module(*args, **kwargs)
-            module(*args, **kwargs)
-
-
-@contextmanager
-def unchanged(pipe: Any, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Run on a copy of the scheduler; put generators and the progress bar back afterwards."""
-    given = kwargs.get("generator")
-    generators = [*given] if isinstance(given, (list, tuple)) else [given] if given else []
-    generators.append(torch.default_generator)
-    if torch.cuda.is_available():
-        generators += torch.cuda.default_generators
-    states = [g.get_state() for g in generators]
-    scheduler, bar = pipe.scheduler, getattr(pipe, "_progress_bar_config", None)
-    pipe.scheduler = copy.deepcopy(scheduler)
-    pipe.set_progress_bar_config(disable=True)
-    try:
-        yield
-    finally:
-        pipe.scheduler = scheduler
-        if bar is None:
-            del pipe._progress_bar_config
-        else:
-            pipe._progress_bar_config = bar
-        for generator, state in zip(generators, states):
-            generator.set_state(state)

@@ -26,6 +26,7 @@ from dit_graph.modes.apart import apart, cache_of, counting_mask, tokens_in
 from dit_graph.modes.bodies import names_in, takes_masks_by_layer
 from dit_graph.modes.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
 from dit_graph.opaque import put_in_place
+from dit_graph.runner import INSIDE
 
 log = logging.getLogger("dit_graph")
 _ALL = "output_hidden_states"
@@ -38,7 +39,7 @@ _MAKE_MASKS: Any = masking_utils.create_masks_for_generate
 _MASKS_CACHE = (
     "cache" if "cache" in inspect.signature(_MAKE_MASKS).parameters else "past_key_values"
 )
-_PLAIN = {("output_attentions", False), ("output_router_logits", False), ("return_dict", True)}
+_PLAIN = {"output_attentions": False, "output_router_logits": False, "return_dict": True}
 
 
 def _of_text(positions: torch.Tensor) -> torch.Tensor | None:
@@ -81,6 +82,18 @@ class Prefill:
     # ---- the call as the caller makes it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(self._original, *args, **kwargs)
+        reason = self.runner.passes_by()
+        try:
+            answer = reason or self._plan(args, kwargs, plain)
+        except Exception as error:  # an argument of a kind that nobody has thought of
+            answer = self.runner.own_error(error)
+        if callable(answer):
+            return answer()
+        return self.runner.refuse(answer, plain, expected=answer in (DECODE, INSIDE))
+
+    def _plan(self, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Callable[[], Any] | str:
+        """How a call is answered by way of the runner, or why it stays eager."""
         given = self._signature.bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         given = {name: value for name, value in given.items() if value is not None}
@@ -89,9 +102,8 @@ class Prefill:
         # at most once, and where it is needed: a static cache has it on the device
         past = functools.cache(functools.partial(tokens_in, cache))
         length, reason = self._length(given, tokens, cache, past)
-        plain = functools.partial(self._original, *args, **kwargs)
         if reason := reason or self._wrong:
-            return self.runner.refuse(reason, plain, expected=reason == DECODE)
+            return reason
         uses_cache = self._uses_cache(given)
         if uses_cache and cache is None:
             cache = DynamicCache(config=self._body.config)
@@ -110,8 +122,19 @@ class Prefill:
         if kind not in self._proven:
             mask = counting_mask(given, past() + tokens.shape[1])
             if mask is not None and not mask[:, past() :].any():
-                return self.runner.refuse("attention_mask leaves every token out", plain)
-            return self._prove(kind, plain, padded_call, given, cache, mask)
+                return "attention_mask leaves every token out"
+            scratch = copy.deepcopy(cache)
+            prove = functools.partial(self._prove, kind, plain, padded_call, given, scratch, mask)
+            return prove
+        return functools.partial(self._answer, padded_call, plain, cache, uses_cache)
+
+    def _answer(
+        self,
+        padded_call: Callable[..., Any],
+        plain: Callable[[], Any],
+        cache: Any,
+        uses_cache: bool,
+    ) -> Any:
         out = padded_call(cache, plain)
         if type(out) is not dict:  # what the body itself returned
             return out
@@ -178,15 +201,13 @@ class Prefill:
         plain: Callable[[], Any],
         padded_call: Callable[[Any], dict[str, Any]],
         given: dict[str, Any],
-        cache: Any,
+        scratch: Any,
         mask: torch.Tensor | None,
     ) -> Any:
-        """The first call of a kind: the plain forward answers, and the padded one, on a copy of the
-        cache, must come near it. Where it does not, or fails, this body is never padded again."""
-        scratch, its = (
-            copy.deepcopy(cache),
-            given.get(self._cache_name, given.get("past_key_values")),
-        )
+        """The first call of a kind: the plain forward answers, and the padded one must come near
+        it, on `scratch`, a copy of the cache. Where it does not, or fails, this body is never
+        padded again."""
+        its = given.get(self._cache_name, given.get("past_key_values"))
         out = plain()
         try:
             found = padded_call(scratch)["last_hidden_state"]
@@ -212,9 +233,11 @@ class Prefill:
             return 0, "neither input_ids nor inputs_embeds, or both"  # the model's own error
         if self._body.training:
             return 0, "the model is in training mode"
-        unlike = {n: v for n, v in given.items() if n not in _KNOWN and (n, v) not in _PLAIN}
-        if unlike:
-            return 0, f"argument {next(iter(unlike))} is given"
+        for name, value in given.items():
+            if name not in _KNOWN and value is not _PLAIN.get(name):
+                return 0, f"argument {name} is given"
+            if name in (_ALL, "use_cache") and type(value) is not bool:  # some name layers by it
+                return 0, f"argument {name} is a {type(value).__name__}"
         config = self._body.config
         for name in ("output_attentions", "output_router_logits", _ALL):
             if getattr(config, name, False) and given.get(name) is not False:

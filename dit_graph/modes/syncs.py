@@ -106,10 +106,13 @@ class DeviceTimesteps:
         if on_device._version != self._version:  # somebody wrote into them
             return slot.original(*args, **kwargs)
         given = [*args, *kwargs.values()]
-        args = [self.host_value(value) for value in args]
-        kwargs = {name: self.host_value(value) for name, value in kwargs.items()}
-        if all(a is b for a, b in zip(given, [*args, *kwargs.values()])):
+        try:
+            values = list(map(self.host_value, given))
+        except Exception:  # a tensor of a kind of its own
+            values = given
+        if all(a is b for a, b in zip(given, values)):
             return slot.original(*args, **kwargs)
+        args, kwargs = values[: len(args)], dict(zip(kwargs, values[len(args) :]))
         self._scheduler.timesteps = self._host
         try:
             out = slot.original(*args, **kwargs)

@@ -29,7 +29,7 @@ from tests.footguns.case import (
     x_only,
 )
 from tests.footguns.signatures import pool_of
-from tests.pair import Machine, Pair
+from tests.pair import Machine, Pair, torchs
 from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
 
 
@@ -175,7 +175,7 @@ def captures_that_fail(machine: Machine) -> None:
         eager_because(pair, f"only while recording: {where}")
         as_it_was(pair)
         settle(pair, lambda seed: {"x": rows(seed, 3), "fail": False})
-    for stage in ("begin", "call", "end", "empty_like"):
+    for stage in ("begin", "call", "end", "home"):
         pair = machine.pair(Toy(failing("nowhere")))
         pair(rows(0))
         with pytest.MonkeyPatch.context() as patch:
@@ -187,6 +187,7 @@ def captures_that_fail(machine: Machine) -> None:
 
 
 def failing(where: str) -> Any:
+    @torchs
     def check(place: str, fail: bool) -> None:
         if fail and place == where and capturing():
             raise RuntimeError(f"only while recording: {place}")
@@ -208,6 +209,7 @@ def failing(where: str) -> Any:
 
 
 def raising(stage: str) -> Any:
+    @torchs
     def fail(*args: Any) -> None:
         raise RuntimeError(f"at {stage}")
 
@@ -251,6 +253,7 @@ def a_replay_that_fails(machine: Machine) -> None:
         assert sum(pair.stats["eager"].values()) == 1
 
 
+@torchs
 def launch_failed() -> None:
     raise RuntimeError("launch failed")
 

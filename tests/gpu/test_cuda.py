@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import dit_graph
-from tests.contract import Module, rows
+from dit_graph import buffers, key
+from tests.contract import Module, rows, shifted
 from tests.families import FAMILIES, moved
 from tests.pair import PLAIN, Machine
 
@@ -387,3 +388,21 @@ def test_steps_are_timed_on_the_device(machine: Machine) -> None:
     assert first > 0 and read > 0 and last > max(1.0, first), variant
     pair(rows(9).to(CUDA))
     assert pair.replays == 3
+
+
+@pytest.mark.parametrize("rule", [True, False])
+def test_where_an_argument_begins_decides_bits(
+    machine: Machine, rule: bool, monkeypatch: Any
+) -> None:
+    """Kernels add up in another order where they cannot load 16 bytes at once."""
+    if not rule:
+        for module in (buffers, key):
+            monkeypatch.setattr(module, "misaligned", lambda t: 0)
+
+    def body(m: Any, x: Any) -> Any:
+        return x.sum(-1), torch.nn.functional.layer_norm(x, x.shape[-1:]), x.norm(dim=-1)
+
+    pair = machine.pair(Module(body))
+    x = torch.randn(256, 256, device="cuda")
+    equal = [pair.compare(shifted(x, i % 2))[0] for i in range(8)]
+    assert pair.replays >= 4 and all(equal) is rule

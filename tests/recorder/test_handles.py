@@ -4,12 +4,14 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from diffusers import (
+    FirstBlockCacheConfig,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     UniPCMultistepScheduler,
@@ -263,6 +265,118 @@ def test_a_handle_that_nobody_keeps(caplog: Any) -> None:
         assert torch.equal(draw(pipe), draw(eager))
     assert "the slot of transformer was taken away" in caplog.text
     assert dit_graph.enable(pipe, **OPTIONS).stats()["replays"] > 0
+
+
+@pytest.mark.parametrize("target", ["pipeline", "module"])
+def test_a_kept_handle_keeps_nothing_else(target: str) -> None:
+    pipe = flux_pipeline()
+    handle = dit_graph.enable(pipe if target == "pipeline" else pipe.transformer, **OPTIONS)
+    draw(pipe)
+    counts, pool = handle.stats(), weakref.ref(handle.pool_on(torch.device("cpu")))
+    left = weakref.ref(pipe), weakref.ref(pipe.transformer), pool
+    del pipe
+    gc.collect()
+    assert [one() for one in left] == [None] * 3
+    assert "is gone, and its recordings with it" in handle.report()
+    if target == "pipeline":
+        assert handle.stats() == counts and "captured" in handle.report()
+    for act in (handle.new_picture, handle.warmup):
+        with pytest.raises(dit_graph.NotEnabled, match="is gone"):
+            act()
+    handle.disable()
+
+
+def test_a_handle_whose_pool_is_in_use_waits_for_nobody() -> None:
+    """The garbage collector may drop a pipeline on a thread that a recording waits for."""
+    pipe = flux_pipeline()
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    draw(pipe)
+    kept, pools = [pipe], [handle.pool_on(torch.device("cpu"))]
+    del pipe
+    with pools[0].lock:
+        other = threading.Thread(target=kept.clear)
+        other.start()
+        other.join(timeout=60)
+        assert not other.is_alive() and not kept
+    assert "is gone" in handle.report()
+
+
+def test_a_loop_keeps_no_predictions_alive() -> None:
+    """What we look up in a pipeline's frame does not stay there, up to Python 3.12."""
+
+    def alive(pipe: Any) -> list[int]:
+        made: list[Any] = []
+        found: list[int] = []
+        own = pipe.scheduler.step
+
+        def step(prediction: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found.append(sum(one() is not None for one in made))
+            made.append(weakref.ref(prediction))
+            return own(prediction, *args, **kwargs)
+
+        pipe.scheduler.step = step
+        draw(pipe, steps=6)
+        return found
+
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    dit_graph.enable(pipe, **OPTIONS)
+    gc.disable()
+    try:
+        assert alive(pipe) == alive(eager)
+    finally:
+        gc.enable()
+
+
+def test_what_a_frame_shows_to_others_stays() -> None:
+    """A pipeline of one's own that keeps its `locals()`."""
+    pipe = flux_pipeline()
+
+    class Keeping(FluxPipeline):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            given = locals()
+            out = super().__call__(*args, **kwargs)
+            assert given["kwargs"] is kwargs and given["self"] is self
+            return out
+
+    keeping, eager = Keeping(**pipe.components), flux_pipeline()
+    dit_graph.enable(keeping, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(draw(keeping), draw(eager))
+
+
+def test_saving_a_model_changes_nothing_that_it_was_recorded_with(tmp_path: Any) -> None:
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    draw(pipe)
+    for save in (
+        pipe.save_pretrained,
+        pipe.transformer.save_pretrained,
+        pipe.transformer.save_config,
+    ):
+        save(tmp_path)
+        copy.copy(pipe.transformer), copy.deepcopy(pipe.transformer)
+        assert torch.equal(draw(pipe), draw(eager))
+    stats = handle.stats()
+    assert stats["captures"] == 1 and stats["cold"] == 1 and not stats["eager"]
+    state = handle.installs["transformer"].runner.on.state
+    assert state.known._identical(), "compared by identity again"
+
+
+def test_after_a_cache_is_disabled_nothing_is_eager(caplog: Any) -> None:
+    pipe, eager = flux_pipeline(), flux_pipeline()
+    handle = dit_graph.enable(pipe, **OPTIONS)
+    for one in (pipe, eager):
+        one.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+        for _ in range(2):
+            draw(one, steps=6)
+        one.transformer.disable_cache()
+    before, warned = handle.stats(), len(caplog.records)
+    assert before["eager"]
+    for _ in range(2):
+        assert torch.equal(draw(pipe), draw(eager))
+    after = handle.stats()
+    assert after["eager"] == before["eager"] and len(caplog.records) == warned
+    assert after["captures"] == before["captures"] + 1
 
 
 def drawn_and_dropped(by: str) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ import dit_graph
 from dit_graph.buffers import StaticBuffers
 from dit_graph.devices import recorder
 from dit_graph.devices.recorder import Recorder
+from dit_graph.entry import PAUSE
 from dit_graph.tape import Tape
 from tests.contract import Module, rows
 from tests.families import FAMILIES
@@ -250,10 +251,28 @@ def test_a_device_without_room_for_now_is_tried_again(
         pair(rows(i))
     (reason,) = pair.stats["eager"]
     assert reason.startswith("for now the device has no room")
-    short[0] = False
-    for i in range(100):
+    for i in range(PAUSE - 8):
         pair(rows(i))
-    assert pair.replays > 20
+    assert pair.stats["eager"] == {reason: PAUSE} and pair.stats["cold"] == 1
+    short[0] = False
+    for i in range(30):
+        pair(rows(i))
+    assert pair.stats["eager"] == {reason: PAUSE} and pair.replays == 28
+
+
+def test_the_state_is_compared_when_a_pause_ends(machine: Machine) -> None:
+    """By another answer at the very call that is recorded again."""
+    pair = machine.pair(Module(lambda m, x: m.linear(x) * m.factor, factor=1.0))
+    pair(rows(0))
+    (entry,) = pair.handle.installs["Module"].runner.entries.values()
+    entry.pause("no room")
+    for i in range(PAUSE):
+        pair(rows(i))
+    for m in (pair.graphed, pair.eager):
+        m.factor = 2.0
+    for i in range(4):
+        pair(rows(i))
+    assert pair.replays == 2 and pair.stats["cold"] == 2
 
 
 @pytest.mark.parametrize("where", ["copy_in", "__init__"])

@@ -15,7 +15,7 @@ from torch import nn
 
 import dit_graph
 from dit_graph.config import GraphConfig
-from dit_graph.entry import MAX_ATTEMPTS, Entry
+from dit_graph.entry import MAX_ATTEMPTS, PAUSE, Entry
 from dit_graph.errors import CaptureError
 from dit_graph.guards import DeviceNumber, matches, same
 from dit_graph.key import Signature
@@ -244,6 +244,16 @@ def test_an_entrys_life() -> None:
     assert entry.blocked == "why", "the first cause stays"
 
 
+def test_a_pause_is_as_long_as_it_says_however_often_it_is_asked_for() -> None:
+    entry = Entry("2x8", warm=True)
+    entry.pause("no room")
+    for _ in range(PAUSE):
+        decisions = [entry.decide() for _ in range(3)]
+        assert {decision.reason for decision in decisions} == {"no room"}
+        entry.goes_by(decisions[0])
+    assert entry.decide().action == "capture"
+
+
 class Thing:
     def method(self, a: int, b: int = 2) -> int:
         return a + b
@@ -323,14 +333,14 @@ def test_public_names() -> None:
 
 
 LAYERS = [
-    {"errors", "frames"}, {"buckets", "context"},
+    {"errors", "frames", "libraries"}, {"buckets", "context"},
     {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds", "calls"},
     {"watch", "writes"}, {"opaque", "homes", "effects"}, {"capture", "pool"}, {"backends"},
     {"graphed"}, {"fallback"}, {"record"}, {"replay"},
     {"runner"}, {"report"}, {"explain"},
-    {"modes"}, {"install"}, {"enable"},
+    {"modes"}, {"install"}, {"warmup"}, {"enable"},
 ]  # fmt: skip
 
 

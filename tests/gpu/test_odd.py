@@ -1,0 +1,3 @@
+"""Odd objects, on CUDA."""
+
+from tests.odd import *  # noqa: F403

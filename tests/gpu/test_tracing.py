@@ -1,0 +1,3 @@
+"""The suite on exporters, tracers and counters, on CUDA."""
+
+from tests.tracing import *  # noqa: F403
