@@ -33,10 +33,11 @@ Call = dict[str, Any]
 
 
 def build(name: str, **config: Any) -> torch.nn.Module:
+    cls = getattr(diffusers, name)  # what it imports is no part of the model
     torch.manual_seed(0)
     torch.set_default_dtype(DTYPE)
     with DEVICE:
-        module = getattr(diffusers, name)(**config)
+        module = cls(**config)
     torch.set_default_dtype(torch.float32)
     return module.to(DEVICE, DTYPE).eval().requires_grad_(False)
 

@@ -19,7 +19,7 @@ import torch
 
 from dit_graph.config import Sync
 from dit_graph.errors import ConfigError, DitGraphError
-from dit_graph.libraries import MODEL, imported, is_pipeline
+from dit_graph.libraries import MODEL, PIPELINE, imported, is_pipeline
 from dit_graph.modes.syncs import DeviceTimesteps
 from dit_graph.slot import Slot
 
@@ -201,16 +201,18 @@ def _scheduler_of(target: Any) -> Any:
 def caller(frame: types.FrameType | None) -> tuple[Any, bool]:
     """The pipeline whose call leads here, None without one; and whether something may act between
     its steps: a callback that the call was given, or a guider, which adds and removes hooks."""
-    while frame is not None:
+    pipeline = imported(PIPELINE)
+    while frame is not None and pipeline:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
             pipe = here.get("self")
-            given = [here.get(name) for name in ("callback_on_step_end", "callback")]
+            found = isinstance(pipe, pipeline)
+            given = [here.get(name) for name in ("callback_on_step_end", "callback") if found]
             # Up to Python 3.12 a frame keeps what was looked at, old latents too. Nobody but the
             # frame, this name and the argument may refer to it: it is what `locals()` gives there.
             if type(here) is dict and sys.getrefcount(here) <= 3:
                 here.clear()
-            if is_pipeline(pipe):
+            if found:
                 acts = (*given, getattr(pipe, "guider", None))
                 return pipe, any(act is not None for act in acts)
         frame = frame.f_back
