@@ -17,7 +17,8 @@ from dit_graph.modes import parts
 from dit_graph.modes.denoise import Pictures
 from dit_graph.modes.warm_calls import runs
 from dit_graph.pool import Pool
-from dit_graph.report import render, totals
+from dit_graph.report import render
+from dit_graph.tally import Tally, totals
 from dit_graph.warmup import record_all
 
 log = logging.getLogger("dit_graph")
@@ -26,20 +27,21 @@ log = logging.getLogger("dit_graph")
 class Handle:
     """What `enable` gives: the graphs of one pipeline or module. A context manager too.
 
-    Keeps neither modules nor recordings alive: a module keeps its install, and that its handles.
+    Keeps neither modules nor recordings alive, only the counts: a module keeps its install, and
+    that its handles.
     """
 
     def __init__(self, target: Any, config: GraphConfig) -> None:
         self.config = config
-        here = weakref.ref(self)
-        self._target = weakref.ref(target, lambda _: _remember(here()))
+        self._target = weakref.ref(target)
         self._pool: weakref.ref[Pool] | None = None
         self._disabled = False
-        self._last: tuple[dict[str, Any], str, Explanation] | None = None  # once disabled, or gone
+        self._last: tuple[dict[str, Any], str, Explanation] | None = None  # once disabled
         self._said: set[str] = set()
         self.installs: weakref.WeakValueDictionary[str, Install] = weakref.WeakValueDictionary()
-        # of the pipeline; an install may lie inside of one
-        self.components: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        # of the pipeline, by name; an install may lie inside of one
+        self.components: dict[str, weakref.ref[Any]] = {}
+        self.tallies: dict[str, Tally] = {}
         self.pictures = Pictures(target, self._check, config.syncs)
 
     def pool_on(self, device: torch.device) -> Pool:
@@ -101,16 +103,14 @@ class Handle:
 
     def stats(self) -> dict[str, Any]:
         """`calls`, `cold`, `captures` and `replays` as ints, `eager` as reason → count."""
-        return copy.deepcopy(self._last[0]) if self._last else totals(self.installs.values())
+        return copy.deepcopy(self._last[0]) if self._last else totals(self.tallies.values())
 
     def report(self) -> str:
         """What is recorded, what is not and why, as text; after `disable` what its counts were."""
-        if self._last:
-            return self._last[1]
-        return self._render() if self._target() is not None else f"! {_GONE}"
+        return self._last[1] if self._last else self._render()
 
     def _render(self) -> str:
-        return render(self.installs.values(), self._replaced(), self._syncs_removed())
+        return render(self.installs.values(), self._notes(), self._syncs_removed())
 
     def explain(self, *, time: bool = False) -> Explanation:
         """The segment map of every recording; `str`, `to_dict` and `plot` show it.
@@ -122,7 +122,7 @@ class Handle:
         if self._last:
             return self._last[2]
         removed = self._syncs_removed()
-        return explain(self.installs.values(), self._replaced(), time, removed)
+        return explain(self.installs.values(), self._notes(), time, removed)
 
     def disable(self) -> None:
         """Give every forward back; see `dit_graph.disable`."""
@@ -133,6 +133,7 @@ class Handle:
         target = self._target()
         if _handles.get(id(target)) is self:  # a later `enable` may have made another
             del _handles[id(target)]
+            vars(target).pop(_KEPT, None)
         pool = None if self._pool is None else self._pool()
         installs = tuple(self.installs.values())
         for install in installs:
@@ -144,7 +145,7 @@ class Handle:
                 _installs.pop(id(install.module), None)
         if pool is not None:
             pool.device.trim()
-        self._last = self._last or (self.stats(), self._render(), self.explain())
+        self._last = self.stats(), self._render(), self.explain()
         self.installs.clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -185,6 +186,19 @@ class Handle:
         if notes and self.config.strict:
             raise NotReplayed("; ".join(notes))
 
+    def _notes(self) -> list[str]:
+        """What stands between the target and its recordings, and what is left of modules that are
+        gone."""
+        notes = self._replaced() if self._target() is not None else [_GONE]
+        for name, tally in self.tallies.items():
+            if name not in self.installs:
+                counts = totals([tally])
+                eager = counts.pop("eager")
+                said = [f"{what} {count}" for what, count in counts.items()]
+                said += [f"eager {count}: {reason}" for reason, count in eager.items()]
+                notes.append(f"{name} is gone: {', '.join(said)}")
+        return notes
+
     def _syncs_removed(self) -> dict[str, int] | None:
         return self.pictures.syncs_removed if self.config.syncs else None
 
@@ -193,31 +207,12 @@ class Handle:
         if target is None or isinstance(target, torch.nn.Module):
             return []
         found = []
-        for name in self.installs:
+        for name, component in self.components.items():
             now = getattr(target, name, None)
-            if now is not self.components.get(name):
+            if now is not component():
                 by = f" by {type(now).__name__}"
                 found.append(f"not installed: {name} was replaced{by} after enable; enable again")
         return found
-
-
-def _remember(handle: Handle | None) -> None:
-    """The pipeline of a handle goes: what can be told of it is told for the last time.
-
-    The garbage collector may call this anywhere, so it waits for nobody.
-    """
-    if handle is None or handle._last is not None:
-        return
-    pool = None if handle._pool is None else handle._pool()
-    if pool is not None and not pool.lock.acquire(blocking=False):
-        return
-    try:
-        handle._last = handle.stats(), f"! {_GONE}\n{handle._render()}", handle.explain()
-    except Exception as error:
-        log.debug("dit_graph: a handle forgets its counts", exc_info=error)
-    finally:
-        if pool is not None:
-            pool.lock.release()
 
 
 def _drop_dead(install: Install) -> None:
@@ -241,6 +236,7 @@ def _refuse_another_config(name: str, module: torch.nn.Module, wanted: GraphConf
 # the module keeps its install (slot → install → handles), so both go when the module goes
 _installs: "weakref.WeakValueDictionary[int, Install]" = weakref.WeakValueDictionary()
 _handles: "weakref.WeakValueDictionary[int, Handle]" = weakref.WeakValueDictionary()
+_KEPT = "_dit_graph_handle"  # where a pipeline keeps its handle: its modules may be replaced
 _GONE = "the pipeline or module of this handle is gone, and its recordings with it"
 
 
@@ -280,13 +276,16 @@ def enable(pipe_or_module: Any, config: GraphConfig | None = None, **options: An
             else:
                 install.handles.append(handle)
             handle.installs[name] = install
-            handle.components[name] = getattr(pipe_or_module, name, module)
+            handle.components[name] = weakref.ref(getattr(pipe_or_module, name, module))
+            handle.tallies[name] = install.tally
     except Exception:
         handle.disable()
         raise
     for install in tuple(handle.installs.values()):
         _drop_dead(install)
     _handles[id(pipe_or_module)] = handle
+    if not isinstance(pipe_or_module, torch.nn.Module):
+        vars(pipe_or_module)[_KEPT] = handle
     return handle
 
 

@@ -1,7 +1,6 @@
 """One key's life, as data: state, recordings, counters and reasons. Touches no device."""
 
 import logging
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -9,6 +8,7 @@ from dit_graph.context import Context
 from dit_graph.key import GraphKey
 from dit_graph.misses import miss
 from dit_graph.proof import Proof
+from dit_graph.tally import Counts, Tally
 from dit_graph.tape import Tape
 
 Action = Literal["cold", "capture", "replay", "eager"]
@@ -43,10 +43,7 @@ class Entry:
     pause_reason: str = ""
     missed: int = 0  # calls in a row for which no variant held
     broken: int = 0  # replays in a row that raised
-    cold: int = 0
-    captures: int = 0
-    replays: int = 0
-    eager: Counter[str] = field(default_factory=Counter)
+    counts: Counts = field(default_factory=Counts)
     capture_seconds: float = 0.0
     proof: Proof = field(default_factory=Proof)
     differs: str = ""  # from the nearest recorded key, when it first came
@@ -83,10 +80,10 @@ class Entry:
             if not self.tapes:
                 self.block(reason)
 
-    def raised(self, error: Exception, when: str) -> None:
+    def raised(self, error: Exception) -> None:
         """The forward raised, and so does the call; it is recorded at another, a few times."""
-        reason = f"the forward raised {type(error).__name__} {when}"
-        self.eager[reason] += 1
+        reason = f"the forward raised {type(error).__name__} while it was recorded"
+        self.counts.eager[reason] += 1
         self.unsettled(reason)
 
     def keep(self, tape: Tape) -> None:
@@ -132,18 +129,6 @@ class Entry:
         self.missed += 1
         return not self.gave_up and (self.missed <= most or self.missed % 64 == 0)
 
-    def add(self, other: "Entry") -> None:
-        """Take over another entry's counts."""
-        self.cold += other.cold
-        self.captures += other.captures
-        self.replays += other.replays
-        self.eager += other.eager
-
-    @property
-    def calls(self) -> int:
-        """All that it has answered."""
-        return self.cold + self.captures + self.replays + self.eager.total()
-
     @property
     def verdict(self) -> str:
         """What comparisons with eager have shown, or an empty string."""
@@ -159,15 +144,15 @@ class Entry:
 class Entries(dict[GraphKey, Entry]):
     """The keys that a runner has met. Those without a recording make room when there are many."""
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally) -> None:
         super().__init__()
-        self.forgotten = Entry("forgotten keys")  # the counts of keys that made room
+        self._tally = tally
 
     def new(self, key: GraphKey, proof: Proof) -> Entry:
         idle = [key for key, entry in self.items() if not entry.tapes]
         for old in idle[: max(0, len(self) + 1 - MAX_KEYS)]:
-            self.forgotten.add(self.pop(old))
-        self[key] = entry = Entry(key.describe(), proof=proof)
+            self._tally.forget(self.pop(old).counts)
+        self[key] = entry = Entry(key.describe(), proof=proof, counts=self._tally.new())
         entry.differs = self.miss(key)
         return entry
 

@@ -24,11 +24,11 @@ class Fallback:
 
     def __init__(self, on: Graphed) -> None:
         self._on = on
-        self.refused: Counter[str] = Counter()  # calls that no entry stands for
+        self.refused = on.tally.refused  # calls that no entry stands for
         self.said: set[str] = set()
 
     def __call__(self, entry: Entry | None, reason: str, args: Any, kwargs: Any) -> Any:
-        self.say(self.refused if entry is None else entry.eager, reason)
+        self.say(self.refused if entry is None else entry.counts.eager, reason)
         with breaks.live(self._on.signature.arguments(args, kwargs)):
             run = functools.partial(self._on.eager, *args, **kwargs)
             return self.answer(run, (args, kwargs))

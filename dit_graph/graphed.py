@@ -1,7 +1,7 @@
 """What every action on the calls of one module needs to know. Does nothing itself."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from dit_graph.entry import Entries
 from dit_graph.key import Signature
 from dit_graph.modulewatch import ModuleWatcher
 from dit_graph.pool import Pool
+from dit_graph.tally import Tally
 
 
 @dataclass(eq=False)
@@ -32,9 +33,10 @@ class Graphed:
     config: GraphConfig
     pool: Pool
     state: ModuleWatcher
-    entries: Entries = field(default_factory=Entries)
+    tally: Tally
 
     def __post_init__(self) -> None:
+        self.entries = Entries(self.tally)
         self.eager = self.original
         self.generators = self.pool.device.generators()
         self.stays_out: set[Any] = set()  # operations that could not be captured: breaks

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from dit_graph.modulewatch import ModuleWatcher
 from dit_graph.pool import Pool
 from dit_graph.runner import Runner
 from dit_graph.slot import Slot
+from dit_graph.tally import Tally
 
 log = logging.getLogger("dit_graph")
 
@@ -51,7 +51,7 @@ class Install:
         self.handles = [handle]
         self.runner: Runner | None = None
         self._answer: Callable[..., Any] = self._original
-        self.eager: Counter[str] = Counter()  # calls that never reached a runner
+        self.tally = Tally()
         self.notes: list[str] = []
         self.removed = False
         self._said: set[str] = set()
@@ -65,7 +65,7 @@ class Install:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if reason := switched_off() or (self.runner is None and self._unresolved()):
             self._say(reason)
-            self.eager[reason] += 1
+            self.tally.unreached[reason] += 1
             if self.config.strict and not switched_off():
                 raise NotReplayed(f"{self.name}: {reason}")
             with breaks.live(self._signature.arguments(args, kwargs)):
@@ -101,8 +101,9 @@ class Install:
         """The runner, and what stands in front of it in this mode."""
         state = ModuleWatcher(self.module, pool.device.on, self._pictures)
         graphed = Graphed(
-            self.name, self.module, self._original, self._signature, self.config, pool, state
-        )
+            self.name, self.module, self._original, self._signature, self.config, pool, state,
+            self.tally,
+        )  # fmt: skip
         if self.config.mode == "prefill":
             return self._padding(graphed)
         self.runner = Runner(graphed)

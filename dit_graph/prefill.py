@@ -13,7 +13,7 @@ import dit_graph
 from dit_graph.cli import lm, tokens
 from dit_graph.cli.errors import UsageError, exit_code, one_line, told
 from dit_graph.cli.prefill import PrefillOptions, parse
-from dit_graph.report import totals
+from dit_graph.tally import totals
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from dit_graph.backends import backend_named
 from dit_graph.buffers import StaticBuffers
 from dit_graph.capture import Capture
 from dit_graph.context import context
-from dit_graph.devices.base import is_out_of_memory
+from dit_graph.devices.base import is_about_capturing, is_out_of_memory
 from dit_graph.entry import Entry
 from dit_graph.errors import CaptureError, Collective, Conflict, DitGraphError, NotReplayed
 from dit_graph.fallback import Fallback
@@ -42,7 +42,7 @@ class Recording:
         self.unmatched: set[str] = set()  # patterns of the config that were no break
 
     def cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
-        entry.cold += 1
+        entry.counts.cold += 1
         before, drawn = self._on.state.known, host_generators(self._on.generators)
 
         def run() -> Any:
@@ -109,8 +109,11 @@ class Recording:
             return self.cold(entry, call, args, kwargs)
         entry.threads = 0
         started = time.perf_counter()
-        before, seeds = self._on.state.known, self._on.seeds()
-        generation = self._on.pool.generation()
+        try:
+            before, seeds = self._on.state.known, self._on.seeds()
+            generation = self._on.pool.generation()
+        except Exception as error:
+            return self._fallback(entry, self._fallback.own_error(error), args, kwargs)
         capture: Capture | None = None
         try:
             static = self._staged(entry, call)
@@ -130,16 +133,16 @@ class Recording:
             clear_frames(error)  # their locals would look like survivors
             self._let_go(generation, 0 if capture is None else capture.known.survivors(None))
             if raised:
-                entry.raised(error, "while it was recorded")
+                entry.raised(error)
                 raise
             if is_out_of_memory(error) and not last_try and self._fallback.free():
                 return self.capture(entry, call, args, kwargs, last_try=True)
             return self._failed(entry, error, capture, args, kwargs)
         except BaseException:
-            entry.eager["interrupted while it was recorded"] += 1
+            entry.counts.eager["interrupted while it was recorded"] += 1
             self._on.pool.close(generation)
             raise
-        entry.captures += 1
+        entry.counts.captures += 1
         tape = capture.tape
         static.copy_back(call.tensors, tape.written_inputs)
         try:
@@ -148,10 +151,11 @@ class Recording:
             survivors = capture.known.survivors(out)
             self._keep(entry, generation, tape, before, survivors)
             self._on.pool.sweep()
+            if tape not in entry.tapes or not entry.proof.compares(tape):
+                return result
         except Exception as error:  # the answer is there all the same
             entry.block(self._fallback.own_error(error))
             self._on.pool.retire(generation)
-        if tape not in entry.tapes or not entry.proof.compares(tape):
             return result
         return self.compared("recording", entry, tape, result, seeds, args, kwargs)
 
@@ -193,11 +197,11 @@ class Recording:
             reason = f"verify: the {what} differs from eager: {differs}"
             entry.block(reason)
             if what == "replay":
-                entry.replays -= 1
+                entry.counts.replays -= 1
             else:
-                entry.captures -= 1
+                entry.counts.captures -= 1
             self._on.pool.sweep()
-            self._fallback.say(entry.eager, reason)
+            self._fallback.say(entry.counts.eager, reason)
         else:
             entry.proof.compared += 1
             entry.proof.has_run_eagerly()
@@ -285,20 +289,15 @@ class Recording:
         elif is_out_of_memory(error):  # what else needs it now may be gone later
             entry.retire()
             entry.pause(reason)
-        else:
+        elif ours or is_about_capturing(error):
             entry.block(reason)
+        else:  # the forward's own, such as two shapes that do not go together
+            entry.unsettled(reason)
         self._on.pool.sweep()
         if self._on.config.on_failure == "raise":
-            entry.eager[reason] += 1
+            entry.counts.eager[reason] += 1
             raise error
-        try:
-            return self._fallback(entry, reason, args, kwargs)
-        except NotReplayed:
-            raise
-        except Exception:  # the forward's own, such as a request that was cancelled
-            if not ours and entry.blocked == reason:
-                entry.blocked = ""  # it says nothing of the recording
-            raise
+        return self._fallback(entry, reason, args, kwargs)
 
     def _say_unmatched(self, capture: Capture) -> None:
         for pattern in set(self._on.config.breaks) - capture.matched - self._fallback.said:

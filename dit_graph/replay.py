@@ -27,15 +27,18 @@ class Replay:
         self._recording = recording
 
     def __call__(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
-        turn = entry.proof.turn(entry.tapes[0])
+        try:
+            turn = entry.proof.turn(entry.tapes[0])
+            undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
+            compares = any(tape.draws and entry.proof.compares(tape) for tape in entry.tapes)
+            seeds = self._on.seeds() if compares and turn == "replay" else []
+        except Exception as error:
+            return self._fallback(entry, self._fallback.own_error(error), args, kwargs)
         if turn == "eager":
-            entry.eager[TIMED] += 1
+            entry.counts.eager[TIMED] += 1
             run_eagerly = functools.partial(self._on.eager, *args, **kwargs)
             timed = functools.partial(self._timed, "eager", entry, run_eagerly)
             return self._fallback.answer(timed, call.tensors)
-        undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
-        compares = any(tape.draws and entry.proof.compares(tape) for tape in entry.tapes)
-        seeds = self._on.seeds() if compares else []
         for tape in tuple(entry.tapes):
             if conflict := tape.conflict(live):
                 return self._fallback(entry, conflict, args, kwargs)
@@ -57,22 +60,32 @@ class Replay:
                 self._fallback.raise_if_failed(error, f"replaying {entry.label}")
                 undo.roll_back()
                 if raised:
-                    entry.eager[f"the forward raised {type(error).__name__} in a replay"] += 1
+                    what = type(error).__name__
+                    entry.counts.eager[f"the forward raised {what} in a replay"] += 1
                     raise
                 return self._broken(entry, error, args, kwargs)
-            entry.replays += 1
-            entry.missed = entry.broken = 0
-            entry.prefer(tape)
-            self._on.pool.touch(tape.generation)
-            entry.static.copy_back(live, tape.written_inputs)
-            if not entry.proof.compares(tape):
+            if not self._took(entry, tape, live):
                 return result
-            tape.compared = True
             return self._recording.compared("replay", entry, tape, result, seeds, args, kwargs)
         if not entry.may_record_another(self._on.config.max_variants):
             reason = entry.gave_up or f"another value at every call: {mismatch}"
             return self._fallback(entry, reason, args, kwargs)
         return self._recording.capture(entry, call, args, kwargs)
+
+    def _took(self, entry: Entry, tape: Tape, live: Any) -> bool:
+        """A replay has answered; returns whether it is to be compared with eager."""
+        entry.counts.replays += 1
+        entry.missed = entry.broken = 0
+        entry.static.copy_back(live, tape.written_inputs)
+        try:
+            entry.prefer(tape)
+            self._on.pool.touch(tape.generation)
+            compares = entry.proof.compares(tape)
+        except Exception as error:  # the answer is there all the same
+            entry.block(self._fallback.own_error(error))
+            return False
+        tape.compared = tape.compared or compares
+        return compares
 
     def _timed(self, what: str, entry: Entry, run: Callable[[], Any]) -> Any:
         """Run it, with the device's clock while the gate is open."""
@@ -101,6 +114,6 @@ class Replay:
                 entry.block(reason)
             self._on.pool.sweep()
         if self._on.config.on_failure == "raise":
-            entry.eager[reason] += 1
+            entry.counts.eager[reason] += 1
             raise error
         return self._fallback(entry, reason, args, kwargs)

@@ -9,27 +9,6 @@ from dit_graph.entry import Entry
 from dit_graph.runner import Runner
 
 
-def totals(installs: Iterable[Any]) -> dict[str, Any]:
-    """Sums over all modules."""
-    sums = {"calls": 0, "cold": 0, "captures": 0, "replays": 0}
-    eager: Counter[str] = Counter()
-    for install in installs:
-        eager += install.eager
-        sums["calls"] += sum(install.eager.values())
-        runner = install.runner
-        if runner is None:
-            continue
-        with runner.pool.lock:
-            sums["calls"] += runner.calls
-            eager += runner.refused
-            for entry in [*runner.entries.values(), runner.entries.forgotten]:
-                sums["cold"] += entry.cold
-                sums["captures"] += entry.captures
-                sums["replays"] += entry.replays
-                eager += entry.eager
-    return {**sums, "eager": dict(eager)}
-
-
 def summed(stats: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The counters of several processes as those of one; zeros of none."""
     sums = Counter({"calls": 0, "cold": 0, "captures": 0, "replays": 0})
@@ -75,7 +54,7 @@ def _install(install: Any) -> Iterator[str]:
     yield f"{install.name} ({type(install.module).__name__}) {where}, {install.config.backend}"
     for note in notes_of(install):
         yield f"  ! {note}"
-    eager = install.eager + (runner.refused if runner else Counter())
+    eager = install.tally.unreached + (runner.refused if runner else Counter())
     for reason, count in eager.items():
         yield f"  eager {count}: {reason}"
     if runner is None:
@@ -87,9 +66,10 @@ def _install(install: Any) -> Iterator[str]:
 
 def _entry(entry: Entry) -> Iterator[str]:
     yield f"  bucket {entry.label}: {entry.state}"
+    counts = entry.counts
     yield (
-        f"    cold {entry.cold}, captures {entry.captures} in {entry.capture_seconds:.2f} s,"
-        f" replays {entry.replays}, variants {len(entry.tapes)},"
+        f"    cold {counts.cold}, captures {counts.captures} in {entry.capture_seconds:.2f} s,"
+        f" replays {counts.replays}, variants {len(entry.tapes)},"
         f" inputs {size(entry.static.bytes if entry.static else 0)}"
     )
     if entry.made_room:
@@ -98,7 +78,7 @@ def _entry(entry: Entry) -> Iterator[str]:
         yield f"    differs from the nearest recorded: {entry.differs}"
     if entry.verdict:
         yield f"    shown: {entry.verdict}"
-    for reason, count in entry.eager.items():
+    for reason, count in entry.counts.eager.items():
         yield f"    eager {count}: {reason}"
     for i, tape in enumerate(entry.tapes):
         found: Counter[str] = Counter()

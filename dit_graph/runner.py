@@ -33,7 +33,6 @@ class Runner:
 
     def __init__(self, on: Graphed) -> None:
         self.on = on
-        self.calls = 0
         self.warming = False
         self.closed = False
         self._backend = backend_named(on.config.backend)
@@ -79,7 +78,7 @@ class Runner:
             return self.refuse(reason, plain, expected=reason == INSIDE)
         entry: Entry | None = None
         with self.pool.lock:
-            self.calls += 1
+            self.on.tally.calls += 1
             if self.pool.busy:  # the lock lets its own thread in; two replays must not interleave
                 self._fallback.say(self.refused, "called inside another call")
                 return self._plain(args, kwargs)
@@ -117,7 +116,7 @@ class Runner:
         `expected`: it is meant to be eager, so that it is neither logged nor an error.
         """
         with self.pool.lock:
-            self.calls += 1
+            self.on.tally.calls += 1
             if expected:
                 self.refused[reason] += 1
             else:

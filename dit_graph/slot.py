@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import inspect
+import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -25,9 +27,12 @@ class Slot:
     """
 
     # not in its `__dict__`, which hooks copy into the callable that they wrap around it
-    __slots__ = ("__dict__", "_before", "_call", "_name", "_owner", "active")
+    __slots__ = ("__dict__", "__weakref__", "_before", "_call", "_name", "_owner", "active")
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        mark = owner.__dict__.get(_COPY)
+        if type(mark) is _Copying and mark.owner is not owner:  # somebody else's slots
+            mark.take_out(owner.__dict__)
         self._owner, self._name, self._call = owner, name, call
         self._before = owner.__dict__.get(name)
         self.active = False
@@ -54,10 +59,8 @@ class Slot:
         if own.get(self._name) is self:
             self._give_back(own)
         mark = own.get(_COPY)
-        if type(mark) is _Copying:
-            mark.slots = [slot for slot in mark.slots if slot is not self]
-            if not mark.slots:
-                del own[_COPY]
+        if type(mark) is _Copying and not any(slot.active for slot in mark.slots):
+            del own[_COPY]  # what has a copy of it still needs the slots in it
 
     def _give_back(self, own: dict[str, Any]) -> None:
         """Put into the `__dict__` of the owner, or of a copy of it, what was there before."""
@@ -130,21 +133,40 @@ class _Copying:
         self.slots: list[Slot] = []
 
     def __call__(self, protocol: Any) -> Any:
-        frame = sys._getframe(1)  # `copy` may copy what has the owner's `__dict__`, a replica
-        copying = frame.f_globals.get("__name__") == "copy"
-        owner: Any = frame.f_locals.get("x", self.owner) if copying else self.owner
-        reduce: Any = type(owner).__reduce_ex__
-        reduced = reduce(owner, protocol)
-        if not isinstance(reduced, tuple) or not isinstance(reduced[2], dict):
+        owner = self._copied(sys._getframe(1))
+        own = owner.__dict__
+        before = dict(own)
+        self.take_out(own)  # so that a `__getstate__` or `__reduce__` of its own finds none
+        try:
+            reduce: Any = type(owner).__reduce_ex__
+            reduced = reduce(owner, protocol)
+            if isinstance(reduced, tuple):
+                return tuple(dict(own) if part is own else part for part in reduced)
             return reduced
-        made, args, state, *rest = reduced
-        state = dict(state)
-        self.take_out(state)
-        return made, args, state, *rest
+        finally:
+            own.update(before)
+
+    def _copied(self, frame: Any) -> Any:
+        """Who is copied: the owner, or what has its `__dict__`, as DataParallel's replicas have.
+
+        Raises:
+            PicklingError: that cannot be told.
+        """
+        if frame.f_globals.get("__name__") == "copy":
+            return frame.f_locals.get("x", self.owner)
+        spaces = [r for r in gc.get_referrers(self) if type(r) is dict and r.get(_COPY) is self]
+        kind = type(self.owner)
+        found = [o for r in spaces for o in gc.get_referrers(r) if type(o) is kind and vars(o) is r]
+        if len(found) > 1:
+            raise pickle.PicklingError(
+                f"the __dict__ of an enabled {kind.__name__} was copied into another"
+                " object, and which is pickled cannot be told; call dit_graph.disable first"
+            )
+        return self.owner
 
     def take_out(self, own: dict[str, Any]) -> None:
         """Put into the `__dict__` of a copy what was in the owner's before each slot."""
-        del own[_COPY]
+        own.pop(_COPY, None)
         for slot in reversed(self.slots):
             if own.get(slot._name) is slot:
                 slot._give_back(own)

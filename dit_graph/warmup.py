@@ -71,7 +71,7 @@ class _WarmUp:
         """A component's name, why something of it is not recorded, and what."""
         for install, runner in self._runners.items():
             eager = self._eager_of(install) - self._eager[install]
-            came = [e for e in _entries(runner) if e.calls > self._calls.get(e, 0)]
+            came = [e for e in _entries(runner) if e.counts.calls > self._calls.get(e, 0)]
             if not came and not eager:
                 yield install.name, "the calls that were made did not reach it", ""
             for reason, count in eager.items():
@@ -89,10 +89,10 @@ class _WarmUp:
             return entry.blocked or entry.pause_reason
         if self._pushed_out(entry):
             return "it made room for others: memory_budget or max_graphs is full"
-        calls = entry.calls - self._calls.get(entry, 0)
+        calls = entry.counts.calls - self._calls.get(entry, 0)
         if calls == 1:
             return "it came once, however often the same call was made"
-        last = next(reversed(entry.eager), "")
+        last = next(reversed(entry.counts.eager), "")
         return f"{entry.state} after {calls} calls{last and f': {last}'}"
 
     def _pushed_out(self, entry: Entry) -> bool:
@@ -100,12 +100,12 @@ class _WarmUp:
 
     def _calls_now(self) -> dict[Entry, int]:
         found = [entry for runner in self._runners.values() for entry in _entries(runner)]
-        return {entry: entry.calls for entry in found}
+        return {entry: entry.counts.calls for entry in found}
 
     def _eager_of(self, install: Install) -> Counter[str]:
         """Calls that no entry stands for, by reason."""
         runner = self._runners[install]
-        return install.eager + (runner.refused if runner else Counter())
+        return install.tally.unreached + (runner.refused if runner else Counter())
 
 
 def _entries(runner: Runner | None) -> list[Entry]:

@@ -1834,6 +1834,22 @@ def test_an_error_of_the_forwards_own_while_it_is_recorded(machine: Machine) -> 
     assert pair.replays == 3, pair.stats
 
 
+@pytest.mark.parametrize("options", [{}, {"on_failure": "raise"}])
+def test_an_error_of_torchs_while_it_is_recorded(machine: Machine, options: Any) -> None:
+    """Two shapes that do not go together, once: it says nothing of the recording."""
+    wrong = [False]
+    body = lambda m, x: m.linear(x) @ torch.ones(3 if wrong[0] else 8, 3, device=x.device)
+    pair = machine.pair(Module(body), **options)
+    for i in range(6):
+        wrong[0] = i == 1
+        if not wrong[0]:
+            pair(rows(i).to(machine.on))
+            continue
+        with pytest.raises(RuntimeError, match="shape"):
+            pair.graphed(rows(i).to(machine.on))
+    assert pair.replays == 2 and sum(pair.stats["eager"].values()) == 1
+
+
 def test_what_a_marked_break_raises_at_replay_it_raises(machine: Machine) -> None:
     cancelled = [False]
 

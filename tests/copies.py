@@ -15,6 +15,7 @@ from torch import nn
 
 import dit_graph
 from dit_graph.slot import Slot, _Copying
+from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.pair import Machine, Pair, same_tree
 
@@ -102,6 +103,76 @@ class Pipe(DiffusionPipeline):
     def __init__(self, transformer: Any, scheduler: Any) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler)
+
+
+def with_weights_of_its_own(module: Any) -> Any:
+    """What has a copy of the module's `__dict__`, as `_replicate_for_data_parallel` gives one."""
+    twin = module.__new__(type(module))
+    twin.__dict__ = module.__dict__.copy()
+    twin.__dict__["_modules"] = dict(module._modules)
+    twin.linear = nn.Linear(8, 8, device=module.linear.weight.device).requires_grad_(False)
+    return twin
+
+
+@pytest.mark.parametrize("then", ["disabled", "enabled again", "enabled itself", "pickled"])
+def test_a_copied_dict_that_nobody_has_called(machine: Machine, then: str) -> None:
+    pair = machine.pair(Module(body_of_one_layer))
+    x = rows(0).to(machine.on)
+    for _ in range(3):
+        pair(x)
+    twin = with_weights_of_its_own(pair.graphed)
+    handles = [pair.handle]
+    if then == "pickled":
+        with pytest.raises(pickle.PicklingError, match="which is pickled cannot be told"):
+            pickle.dumps(twin)
+        assert torch.equal(twin(x), twin.linear(x) + 1)
+        assert same_tree(unpickled(twin).state_dict(), twin.state_dict())
+        return
+    if then == "enabled itself":
+        handles.append(dit_graph.enable(twin, device=machine.device, gate="always"))
+    else:
+        pair.handle.disable()
+    if then == "enabled again":
+        handles.append(dit_graph.enable(pair.graphed, device=machine.device))
+    for _ in range(4):
+        assert torch.equal(twin(x), twin.linear(x) + 1)
+        assert torch.equal(pair.graphed(x), pair.eager(x))
+    for handle in handles:
+        handle.disable()
+    assert torch.equal(twin(x), twin.linear(x) + 1) and left(twin) == left(pair.graphed) == []
+
+
+def body_of_one_layer(m: Any, x: Any) -> Any:
+    return m.linear(x) + 1
+
+
+class Reducing(Module):
+    def __reduce__(self) -> Any:
+        return type(self), (self.body,)
+
+
+class Stating(Module):
+    def __getstate__(self) -> Any:
+        return {"inner": {**vars(self), "stated": True}}
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state["inner"])
+
+
+@pytest.mark.parametrize("kind", [Reducing, Stating])
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, unpickled])
+def test_a_class_that_says_itself_how_it_is_copied(machine: Machine, kind: Any, make: Any) -> None:
+    module = kind(body_of_one_layer).to(machine.on)
+    handle = dit_graph.enable(module, device=machine.device, gate="always", verify="off")
+    x = rows(0).to(machine.on)
+    for _ in range(2):
+        mine = make(module).to(machine.on)
+        assert left(mine) == [] and left(module) != []
+        assert torch.equal(mine(x), mine.linear(x) + 1)
+        assert vars(mine).get("stated") is (True if kind is Stating else None)
+    for _ in range(3):
+        assert torch.equal(module(x), module.linear(x) + 1)
+    assert handle.stats()["replays"] == 1
 
 
 def test_a_copied_scheduler_sets_its_own_timesteps(machine: Machine) -> None:

@@ -18,6 +18,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dit_graph
+from dit_graph.entry import Entry
+from dit_graph.pool import Pool
+from dit_graph.proof import Proof
+from dit_graph.record import Recording
 from tests.copies import Pipe
 from tests.families import FAMILIES
 from tests.pair import PLAIN, Machine, same_tree
@@ -236,6 +240,53 @@ def test_odd_objects_of_a_pipeline_and_its_scheduler(machine: Machine, name: str
         mine, its = (outcome(lambda p=p: act(p)) for p in pipes)
         assert alike(mine, its), f"{act.__name__}: {mine} in place of {its}"
     assert handle.report()
+
+
+def test_an_odd_object_on_the_stack(machine: Machine) -> None:
+    class Proxy:
+        __class__ = property(refuse)  # type: ignore[assignment]
+
+        def __call__(self, pipe: Any) -> int:
+            pipe.scheduler.set_timesteps(3)
+            return len(pipe.scheduler.timesteps)
+
+    class Guided(Pipe):
+        guider = property(refuse)
+
+        def __call__(self) -> int:
+            self.scheduler.set_timesteps(4)
+            return len(self.scheduler.timesteps)
+
+    transformer = FAMILIES["flux"].build().to(machine.on)
+    pipe = Guided(transformer, FlowMatchEulerDiscreteScheduler())
+    dit_graph.enable(pipe, device=machine.device, remove_syncs=True, **PLAIN)
+    assert Proxy()(pipe) == 3 and pipe() == 4
+
+
+@pytest.mark.parametrize("when", ["a replay", "after a replay", "a recording", "after one"])
+def test_bookkeeping_that_fails_around_an_answer(
+    machine: Machine, when: str, monkeypatch: Any
+) -> None:
+    module = Net().to(machine.on)
+    module.register_buffer("count", torch.zeros((), device=machine.on))
+    hook = lambda module, args: module.count.add_(1) and None
+    module.register_forward_pre_hook(hook)
+    x = torch.randn(2, 8, device=machine.on)
+    handle = dit_graph.enable(module, device=machine.device, **PLAIN)
+    calls = 1 if "one" in when or "recording" in when else 3
+    for _ in range(calls):
+        module(x)
+    broken = {
+        "a replay": (Proof, "turn"), "after a replay": (Entry, "prefer"),
+        "a recording": (Pool, "generation"), "after one": (Recording, "_keep"),
+    }[when]  # fmt: skip
+    monkeypatch.setattr(*broken, refuse)
+    assert torch.equal(module(x), module.linear(x))
+    monkeypatch.undo()
+    for _ in range(3):
+        assert torch.equal(module(x), module.linear(x))
+    assert int(module.count) == calls + 4
+    assert "Odd at" in handle.report()
 
 
 def test_an_error_of_ours_is_named_once_and_raised_under_strict(

@@ -160,7 +160,7 @@ def test_differences_are_named(a: Any, b: Any, says: str) -> None:
 @torchs
 def fail_while_recording() -> None:
     if dit_graph.breaks.capturing():
-        raise RuntimeError("only while recording")
+        raise RuntimeError("only while recording: the stream is capturing")
 
 
 def test_strict_lets_cold_captured_and_replayed_calls_through(machine: Machine) -> None:

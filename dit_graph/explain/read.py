@@ -42,11 +42,11 @@ def explain(
 def _module(install: Any, time: bool) -> Module:
     runner = install.runner
     if runner is None:
-        return _described(install, None, 0, install.eager, ())
+        return _described(install, None, 0, install.tally.unreached, ())
     pool = runner.pool
     with pool.lock:  # no call changes the entries meanwhile
         buckets = tuple(_bucket(entry, pool, time) for entry in runner.entries.values())
-        eager = install.eager + runner.refused
+        eager = install.tally.unreached + runner.refused
         return _described(install, str(pool.device.on), pool.bytes, eager, buckets)
 
 
@@ -69,10 +69,10 @@ def _bucket(entry: Entry, pool: Pool, time: bool) -> Bucket:
     return Bucket(
         label=entry.label,
         state=entry.state,
-        cold=entry.cold,
-        captures=entry.captures,
-        replays=entry.replays,
-        eager=dict(entry.eager),
+        cold=entry.counts.cold,
+        captures=entry.counts.captures,
+        replays=entry.counts.replays,
+        eager=dict(entry.counts.eager),
         capture_seconds=entry.capture_seconds,
         input_bytes=entry.static.bytes if entry.static else 0,
         verdict=entry.verdict,

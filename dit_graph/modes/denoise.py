@@ -94,7 +94,10 @@ class TimestepsSlot(Slot):
             self.timesteps = DeviceTimesteps(self._scheduler, wanted)
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        pipe, _ = caller(sys._getframe(1))
+        try:
+            pipe, _ = caller(sys._getframe(1))
+        except Exception:  # an odd object on the stack
+            pipe = None
         listeners = tuple(self._listeners)
         for listener in listeners:
             listener.begin(said=listener.said and pipe is None)
@@ -206,7 +209,7 @@ def caller(frame: types.FrameType | None) -> tuple[Any, bool]:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
             pipe = here.get("self")
-            found = isinstance(pipe, pipeline)
+            found = issubclass(type(pipe), pipeline)
             given = [here.get(name) for name in ("callback_on_step_end", "callback") if found]
             # Up to Python 3.12 a frame keeps what was looked at, old latents too. Nobody but the
             # frame, this name and the argument may refer to it: it is what `locals()` gives there.

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from dit_graph.buckets import Buckets
 from dit_graph.devices.base import is_out_of_memory
-from dit_graph.errors import CaptureError, DeviceFailed, NotReplayed
+from dit_graph.errors import CaptureError, DeviceFailed, NewShape, NotReplayed
 from dit_graph.modes import live
 from dit_graph.modes.apart import apart, cache_of, counting_mask, tokens_in
 from dit_graph.modes.bodies import names_in, takes_masks_by_layer
@@ -213,7 +213,7 @@ class Prefill:
             found = padded_call(scratch)["last_hidden_state"]
             written = cache_of(out) if its is None else its
             wrong = apart(found, out.last_hidden_state, mask, scratch, written)
-        except (DeviceFailed, NotReplayed):
+        except (DeviceFailed, NewShape, NotReplayed):
             raise
         except Exception as error:
             if is_out_of_memory(error):  # says nothing of the body; the next call tries again

@@ -95,7 +95,7 @@ def test_encoders_are_recorded_and_the_pictures_stay(make: Any) -> None:
     assert len(encoders) == (1 if make is z_image else 2)
     for install in encoders:
         entries = install.runner.entries.values()
-        assert sum(entry.replays for entry in entries) >= 3, handle.report()
+        assert sum(entry.counts.replays for entry in entries) >= 3, handle.report()
     assert handle is dit_graph.enable(pipe, text_encoders=True, **OPTIONS)
     with pytest.raises(dit_graph.AlreadyEnabled):
         dit_graph.enable(pipe, **OPTIONS)

@@ -100,7 +100,9 @@ def test_an_expert_that_is_called_once_in_two_steps(sizes: Any, caplog: Any) -> 
         assert torch.equal(picture, drawn(eager, size, 5, **wan_arguments()))
         assert replayed_wholly(handle, stats), handle.report()
     for install in handle.installs.values():
-        assert all(entry.replays for entry in install.runner.entries.values()), "both were used"
+        assert all(entry.counts.replays for entry in install.runner.entries.values()), (
+            "both were used"
+        )
 
 
 @pytest.mark.parametrize("strength", [0.5, 0.3, 0.05])

@@ -333,7 +333,7 @@ def test_public_names() -> None:
 
 
 LAYERS = [
-    {"errors", "frames", "libraries"}, {"buckets", "context"},
+    {"errors", "frames", "libraries", "tally"}, {"buckets", "context"},
     {"breaks", "config", "guards", "slot", "buffers", "recent"},
     {"key", "tape", "places"}, {"misses", "walk", "blockers"}, {"state"},
     {"varying", "modulewatch", "devices"}, {"proof"}, {"entry", "kinds", "calls"},
