@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
-from dit_graph.buckets import Buckets
+from dit_graph.call.buckets import Buckets
 from dit_graph.errors import ConfigError
 
 Mode = Literal["denoise", "prefill"]

@@ -12,13 +12,13 @@ from dit_graph.config import GraphConfig
 from dit_graph.devices import device_named
 from dit_graph.errors import AlreadyEnabled, NotEnabled, NotReplayed
 from dit_graph.explain import Explanation, explain
+from dit_graph.explain.report import render
 from dit_graph.install import Install, switched_off
+from dit_graph.memory.pool import Pool
 from dit_graph.modes import parts
 from dit_graph.modes.denoise import Pictures
 from dit_graph.modes.warm_calls import runs
-from dit_graph.pool import Pool
-from dit_graph.report import render
-from dit_graph.tally import Tally, totals
+from dit_graph.runner.tally import Tally, totals
 from dit_graph.warmup import record_all
 
 log = logging.getLogger("dit_graph")

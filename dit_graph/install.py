@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import torch
 
 from dit_graph import breaks
-from dit_graph.buckets import Buckets, schedule
+from dit_graph.call.buckets import Buckets, schedule
+from dit_graph.call.key import Signature
 from dit_graph.config import GraphConfig
 from dit_graph.errors import DitGraphError, NotReplayed, Unsupported
-from dit_graph.graphed import Graphed
-from dit_graph.key import Signature
+from dit_graph.memory.pool import Pool
 from dit_graph.modes.denoise import Pictures, caller
-from dit_graph.modulewatch import ModuleWatcher
-from dit_graph.pool import Pool
-from dit_graph.runner import Runner
+from dit_graph.runner.runner import Runner
+from dit_graph.runner.tally import Tally
+from dit_graph.runner.target import Graphed
 from dit_graph.slot import Slot
-from dit_graph.tally import Tally
+from dit_graph.state.watcher import ModuleWatcher
 
 log = logging.getLogger("dit_graph")
 
@@ -110,7 +110,7 @@ class Install:
         return self.runner
 
     def _padding(self, graphed: Graphed) -> Callable[..., Any]:
-        from dit_graph.modes.prefill import Prefill  # transformers is slow to import
+        from dit_graph.modes.prefill.prefill import Prefill  # transformers is slow to import
 
         buckets = Buckets(self.config.buckets or schedule(self.config.max_tokens))
         front = Prefill(self.module, self._original, buckets, self.config.backend)

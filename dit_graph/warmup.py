@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from dit_graph.entry import MAX_ATTEMPTS, Entry
 from dit_graph.install import Install
-from dit_graph.runner import Runner
+from dit_graph.runner.entry import MAX_ATTEMPTS, Entry
+from dit_graph.runner.runner import Runner
 
 MOST = 2 * MAX_ATTEMPTS  # times that a call is made: cold and recorded, until an entry gives up
 Run = Callable[[], None]

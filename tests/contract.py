@@ -320,7 +320,7 @@ def test_n1_cpu_scalar_attribute(machine: Machine) -> None:
 
 
 def test_n1_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dit_graph.capture.Capture.freeze_scalar", lambda self, t: True)
+    monkeypatch.setattr("dit_graph.capture.capture.Capture.freeze_scalar", lambda self, t: True)
     assert not scalar_attribute(machine)[0]
 
 
@@ -343,9 +343,9 @@ def test_n4_state_moves_once_when_a_guard_fails(machine: Machine) -> None:
 @pytest.mark.parametrize("rule", ["roll_back", "guard"])
 def test_n4_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any, rule: str) -> None:
     if rule == "roll_back":
-        monkeypatch.setattr("dit_graph.tape.Undo.roll_back", lambda self: None)
+        monkeypatch.setattr("dit_graph.tape.tape.Undo.roll_back", lambda self: None)
     else:
-        monkeypatch.setattr("dit_graph.tape.matches", lambda expected, value: True)
+        monkeypatch.setattr("dit_graph.tape.tape.matches", lambda expected, value: True)
     assert not counts_draws_branches(machine)[0]
 
 
@@ -388,7 +388,7 @@ def test_a_value_that_never_comes_back_is_eager_by_name(machine: Machine) -> Non
 
 
 def test_n5_grows_without_its_rule(machine: Machine, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dit_graph.pool.Pool.retire", lambda self, generation: None)
+    monkeypatch.setattr("dit_graph.memory.pool.Pool.retire", lambda self, generation: None)
     with pytest.raises(AssertionError):
         test_n5_every_prompt_length_is_bounded(machine, "lumina2")
 
@@ -413,7 +413,7 @@ def test_n6_one_break_feeds_the_next(machine: Machine) -> None:
 
 
 def test_n6_is_wrong_without_its_rule(machine: Machine, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dit_graph.tape.Break._store", lambda *args: None)
+    monkeypatch.setattr("dit_graph.tape.tape.Break._store", lambda *args: None)
     assert not break_feeds_break(machine)[0]
 
 

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dit_graph
-from dit_graph.entry import Entry
-from dit_graph.pool import Pool
-from dit_graph.proof import Proof
-from dit_graph.record import Recording
+from dit_graph.memory.pool import Pool
+from dit_graph.runner.entry import Entry
+from dit_graph.runner.proof import Proof
+from dit_graph.runner.record import Recording
 from tests.copies import Pipe
 from tests.families import FAMILIES
 from tests.pair import PLAIN, Machine, same_tree

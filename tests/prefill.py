@@ -11,11 +11,11 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 import dit_graph
-from dit_graph.buckets import Buckets, schedule
-from dit_graph.modes import live
-from dit_graph.modes.apart import apart
-from dit_graph.modes.prefill import DECODE
-from dit_graph.tape import Break
+from dit_graph.call.buckets import Buckets, schedule
+from dit_graph.modes.prefill import live
+from dit_graph.modes.prefill.apart import apart
+from dit_graph.modes.prefill.prefill import DECODE
+from dit_graph.tape.tape import Break
 from tests.pair import PLAIN, Machine, torchs
 
 SIZES: dict[str, Any] = {
@@ -112,7 +112,7 @@ def test_padded_rows_would_reach_the_cache_without_the_rule(
 ) -> None:
     real = live.LiveCall
     monkeypatch.setattr(
-        "dit_graph.modes.prefill.LiveCall",
+        "dit_graph.modes.prefill.prefill.LiveCall",
         lambda tokens, length, *rest: real(length, length, *rest),
     )
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
@@ -463,7 +463,7 @@ def test_a_static_cache_is_asked_for_its_length_once_at_most(
     """It has it on the device. Where no mask is given and no window set, nobody has to know."""
     model, _, handle = two("Llama", machine, buckets=(8,))
     asked = []
-    monkeypatch.setattr("dit_graph.modes.prefill.tokens_in", lambda c: asked.append(c) or 0)
+    monkeypatch.setattr("dit_graph.modes.prefill.prefill.tokens_in", lambda c: asked.append(c) or 0)
     mask = torch.ones(1, 7, dtype=torch.long, device=machine.on)
     for seed in range(6):
         cache = StaticCache(config=model.config, max_cache_len=8)
@@ -752,7 +752,7 @@ def test_an_eager_verdict_pads_nothing(machine: Machine, backend: str, monkeypat
         model(ids(machine, n, 1, n))
     for entry in entries(handle):
         entry.block("replay 2 ms vs eager 1 ms")
-    monkeypatch.setattr("dit_graph.modes.prefill.Prefill.padded_forward", None)
+    monkeypatch.setattr("dit_graph.modes.prefill.prefill.Prefill.padded_forward", None)
     for n in (5, 6, 8):
         tokens = ids(machine, n, 1, n)
         out, expected = model(tokens), twin(tokens)

@@ -14,8 +14,8 @@ from torch import nn
 
 import dit_graph
 from dit_graph import eager_on_graph
-from dit_graph.proof import Gate
-from dit_graph.tape import Tape
+from dit_graph.runner.proof import Gate
+from dit_graph.tape.tape import Tape
 from tests.contract import Module, rows
 from tests.pair import PLAIN, Machine, torchs
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dit_graph
-from dit_graph import generate
 from dit_graph.bench import run as bench_run
-from dit_graph.cli.bench import main as bench
+from dit_graph.bench.options import main as bench
+from dit_graph.cli import generate
 from tests.families import FAMILIES
 
 FAILS_AT = "a rabbit"

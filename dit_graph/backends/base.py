@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dit_graph.capture import Capture
+from dit_graph.capture.capture import Capture
 from dit_graph.config import GraphConfig
 from dit_graph.devices.base import Device, Memory
 

@@ -10,9 +10,8 @@ import torch
 
 from dit_graph.backends.base import Backend
 from dit_graph.breaks import eager_on_graph, local
-from dit_graph.capture import Capture
-from dit_graph.config import GraphConfig
-from dit_graph.opaque import (
+from dit_graph.capture.capture import Capture
+from dit_graph.capture.compiled import (
     Changes,
     call_opaque,
     compiled_places,
@@ -22,6 +21,7 @@ from dit_graph.opaque import (
     put_in_place,
     unwatched,
 )
+from dit_graph.config import GraphConfig
 
 
 class Breakable(Backend):

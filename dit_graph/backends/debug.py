@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from dit_graph.backends.base import Backend
-from dit_graph.capture import Capture
+from dit_graph.capture.capture import Capture
 from dit_graph.config import GraphConfig
-from dit_graph.tape import WholeCall
+from dit_graph.tape.tape import WholeCall
 
 
 class Debug(Backend):

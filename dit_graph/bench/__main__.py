@@ -2,7 +2,7 @@
 
 import sys
 
-from dit_graph.cli.bench import main
+from dit_graph.bench.options import main
 
 if __name__ == "__main__":
     sys.exit(main())

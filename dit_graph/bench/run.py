@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
 from dit_graph.bench.measure import Activity, Clock, activity, measured
+from dit_graph.bench.options import BenchOptions, parse
 from dit_graph.bench.rows import Row, merged, row, unused, with_gain
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import COMPILED, EAGER, Front, eager_first, front, impossible
-from dit_graph.cli.bench import BenchOptions, parse
 from dit_graph.cli.errors import UsageError, one_line, told
 from dit_graph.cli.ranks import Processes
 from dit_graph.errors import ConfigError, DitGraphError

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from dit_graph.bench.measure import Clock, first_and_set_up, percentile
+from dit_graph.bench.options import BenchOptions
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import front
-from dit_graph.cli.bench import BenchOptions
 from dit_graph.cli.errors import UsageError, told
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # the first run of inductor sets both

@@ -8,10 +8,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph.bench.measure import SETTLING
+from dit_graph.bench.options import BenchOptions
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES, Size, language_model
 from dit_graph.bench.variants import Call, Front, denoiser
 from dit_graph.cli import model
-from dit_graph.cli.bench import BenchOptions
 from dit_graph.cli.errors import UsageError, loading, told
 
 

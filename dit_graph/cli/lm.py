@@ -4,7 +4,7 @@ What can be said from a model's folder and config is said before its weights are
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -12,16 +12,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dit_graph.cli.errors import UsageError, loading, one_line
 from dit_graph.cli.model import is_hub_id
-from dit_graph.cli.prefill import PrefillOptions
 from dit_graph.embedded import smollm2
 from dit_graph.errors import ConfigError
-from dit_graph.modes.bodies import bodies
+from dit_graph.modes.prefill.bodies import bodies
+
+if TYPE_CHECKING:
+    from dit_graph.cli.prefill import PrefillOptions
 
 _TOKENIZERS = ("*token*", "vocab*", "*.model")
 _HEADS = ("CausalLM", "LMHead", "ConditionalGeneration")
 
 
-def check(options: PrefillOptions) -> int | None:
+def check(options: "PrefillOptions") -> int | None:
     """Everything about the model that can be checked before it is loaded.
 
     Returns:
@@ -89,7 +91,7 @@ def _check_body(config: Any, model: str) -> None:
         ) from error
 
 
-def tokenizer(options: PrefillOptions) -> Any:
+def tokenizer(options: "PrefillOptions") -> Any:
     """The model's tokenizer. Raises UsageError where it cannot be loaded."""
     with loading(f"cannot load the tokenizer of {options.model_name}"):
         if options.model is None:
@@ -97,7 +99,7 @@ def tokenizer(options: PrefillOptions) -> Any:
         return AutoTokenizer.from_pretrained(_where(options.model), trust_remote_code=False)
 
 
-def load(options: PrefillOptions) -> Any:
+def load(options: "PrefillOptions") -> Any:
     """The model on its device; its `generate` is greedy, whatever its files say.
 
     Raises:

@@ -1,12 +1,14 @@
 """Prompts as a causal LM's tokens, and its answers as text. Knows no model, only its tokenizer."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dit_graph.cli.errors import UsageError, told
-from dit_graph.cli.prefill import PrefillOptions
+
+if TYPE_CHECKING:
+    from dit_graph.cli.prefill import PrefillOptions
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Prompts:
         return answer
 
 
-def read(options: PrefillOptions, tokenizer: Any, most: int | None) -> Prompts:
+def read(options: "PrefillOptions", tokenizer: Any, most: int | None) -> Prompts:
     """The prompts as tokens, for a model that takes `most` of them (None: any number).
 
     Raises:

@@ -28,7 +28,7 @@ from dit_graph.devices.base import (
     with_bits_of,
 )
 from dit_graph.errors import Unsupported
-from dit_graph.tape import below_autocast
+from dit_graph.tape.tape import below_autocast
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
 _CHUNK = 64 << 20

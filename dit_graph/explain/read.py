@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dit_graph.entry import Entry
 from dit_graph.explain.facts import (
     Bucket,
     Explanation,
@@ -19,11 +18,12 @@ from dit_graph.explain.facts import (
     Step,
     Variant,
 )
+from dit_graph.explain.report import notes_of
 from dit_graph.explain.timing import time_steps
-from dit_graph.guards import DeviceNumber
-from dit_graph.pool import Pool
-from dit_graph.report import notes_of
-from dit_graph.tape import Break, Reset, Tape, WholeCall
+from dit_graph.memory.pool import Pool
+from dit_graph.runner.entry import Entry
+from dit_graph.tape.guards import DeviceNumber
+from dit_graph.tape.tape import Break, Reset, Tape, WholeCall
 
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dit_graph.capture.frames import source_line
 from dit_graph.errors import ConfigError
-from dit_graph.frames import source_line
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from dit_graph.report import size, syncs
+from dit_graph.explain.report import size, syncs
 
 if TYPE_CHECKING:
     from dit_graph.explain.facts import (

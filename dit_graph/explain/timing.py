@@ -9,8 +9,8 @@ import torch
 
 from dit_graph.devices.base import Timer
 from dit_graph.errors import BreakResultChanged, GuardMismatch
-from dit_graph.pool import Pool
-from dit_graph.tape import Break, Tape, WholeCall
+from dit_graph.memory.pool import Pool
+from dit_graph.tape.tape import Break, Tape, WholeCall
 
 _ROUNDS = 3
 

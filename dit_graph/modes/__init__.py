@@ -7,8 +7,8 @@ import torch
 
 from dit_graph.config import GraphConfig
 from dit_graph.errors import ConfigError
-from dit_graph.libraries import is_pipeline
 from dit_graph.modes.denoise import denoisers
+from dit_graph.state.libraries import is_pipeline
 
 Parts = dict[str, tuple[torch.nn.Module, GraphConfig]]
 
@@ -20,7 +20,7 @@ def parts(target: Any, config: GraphConfig) -> Parts:
         ConfigError: there are none, or the config asks for what the target has not.
     """
     if config.mode == "prefill":
-        from dit_graph.modes.bodies import bodies  # transformers is slow to import
+        from dit_graph.modes.prefill.bodies import bodies  # transformers is slow to import
 
         return {name: (module, config) for name, module in bodies(target).items()}
     if config.syncs and not hasattr(target, "scheduler"):
@@ -33,7 +33,7 @@ def parts(target: Any, config: GraphConfig) -> Parts:
 
 def text_encoders(target: Any, config: GraphConfig) -> Parts:
     """A pipeline's text encoders: LLMs with padded tokens, others at exact shapes."""
-    from dit_graph.modes.bodies import bodies
+    from dit_graph.modes.prefill.bodies import bodies
 
     if not is_pipeline(target):
         raise ConfigError(f"text_encoders=True needs a pipeline, got {type(target).__name__}")

@@ -19,9 +19,9 @@ import torch
 
 from dit_graph.config import Sync
 from dit_graph.errors import ConfigError, DitGraphError
-from dit_graph.libraries import MODEL, PIPELINE, imported, is_pipeline
 from dit_graph.modes.syncs import DeviceTimesteps
 from dit_graph.slot import Slot
+from dit_graph.state.libraries import MODEL, PIPELINE, imported, is_pipeline
 
 log = logging.getLogger("dit_graph")
 _DENOISERS = ("transformer", "unet", "controlnet")

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dit_graph.buckets import schedule
+from dit_graph.call.buckets import schedule
 from dit_graph.config import GraphConfig
 from dit_graph.errors import ConfigError
-from dit_graph.key import tensors_of
+from dit_graph.tape.trees import tensors_of
 
 Runs = list[Callable[[], None]]
 
@@ -55,7 +55,7 @@ def bucket_runs(
         raise ConfigError(f"warmup of prefill takes batch alone; given too: {', '.join(given)}")
     if type(batch) is not int or batch < 1:
         raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r}")
-    from dit_graph.modes.prefill import warm_buckets  # transformers is slow to import
+    from dit_graph.modes.prefill.prefill import warm_buckets  # transformers is slow to import
 
     sizes = sorted(config.buckets or schedule(config.max_tokens), reverse=True)
     return [functools.partial(warm_buckets, body, [n], batch) for body in bodies for n in sizes]

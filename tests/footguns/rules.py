@@ -23,20 +23,21 @@ from dit_graph import (
     tape,
 )
 from dit_graph.backends import breakable
-from dit_graph.capture import Capture
+from dit_graph.call.key import Call, GraphKey, Signature
+from dit_graph.capture.capture import Capture
+from dit_graph.capture.kinds import Kind, Known
 from dit_graph.devices.recorder import Arena, weak
 from dit_graph.enable import Install
-from dit_graph.entry import Decision, Entries, Entry
-from dit_graph.key import Call, GraphKey, Signature, tensors_of
-from dit_graph.kinds import Kind, Known
+from dit_graph.memory.pool import Pool
 from dit_graph.modes.denoise import TimestepsSlot
-from dit_graph.modulewatch import ModuleWatcher
-from dit_graph.pool import Pool
-from dit_graph.record import Recording
-from dit_graph.replay import Replay
-from dit_graph.state import Fingerprint
-from dit_graph.tape import Break, InputView, Undo
-from dit_graph.walk import Walk
+from dit_graph.runner.entry import Decision, Entries, Entry
+from dit_graph.runner.record import Recording
+from dit_graph.runner.replay import Replay
+from dit_graph.state.fingerprint import Fingerprint
+from dit_graph.state.walk import Walk
+from dit_graph.state.watcher import ModuleWatcher
+from dit_graph.tape.tape import Break, InputView, Undo
+from dit_graph.tape.trees import tensors_of
 
 Patch = pytest.MonkeyPatch
 Switch = Callable[[Patch], None]

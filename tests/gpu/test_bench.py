@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dit_graph.cli.bench import BenchOptions, main
+from dit_graph.bench.options import BenchOptions, main
 
 QUICK = ["--images", "2", "--steps", "8", "--set-up", "here"]
 

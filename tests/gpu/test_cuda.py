@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import dit_graph
-from dit_graph import buffers, key
+from dit_graph.call import key
+from dit_graph.tape import buffers
 from tests.contract import Module, rows, shifted
 from tests.families import FAMILIES, moved
 from tests.pair import PLAIN, Machine

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dit_graph import generate
+from dit_graph.cli import generate
 from tests.launchers import ACCELERATE, ROOT, TORCHRUN, contents, launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -26,6 +26,7 @@ from dit_graph.bench.measure import (
     measured,
     percentile,
 )
+from dit_graph.bench.options import main, parse
 from dit_graph.bench.rows import merged, with_gain
 from dit_graph.bench.rows import row as made_row
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
@@ -40,7 +41,6 @@ from dit_graph.bench.variants import (
     impossible,
     twin,
 )
-from dit_graph.cli.bench import main, parse
 from dit_graph.cli.errors import UsageError
 from dit_graph.cli.model import taken_by
 from dit_graph.errors import ConfigError

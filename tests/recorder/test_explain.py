@@ -17,9 +17,9 @@ from torch import nn
 
 import dit_graph
 from dit_graph import embedded, explain
+from dit_graph.capture.frames import module_path
 from dit_graph.cli.explain import main
 from dit_graph.explain import Explanation, HostSync, Variant, host_syncs, plot
-from dit_graph.frames import module_path
 from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.pair import PLAIN, Machine, Pair

@@ -18,7 +18,8 @@ from transformers import (
     T5Tokenizer,
 )
 
-from dit_graph import embedded, generate
+from dit_graph import embedded
+from dit_graph.cli import generate
 from tests.families import FAMILIES
 from tests.unit.test_embedded import tiny_pipeline
 from tests.unit.test_generate import pixels

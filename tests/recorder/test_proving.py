@@ -11,11 +11,11 @@ from peft import LoraConfig
 from torch import nn
 
 import dit_graph
-from dit_graph.buffers import StaticBuffers
 from dit_graph.devices import recorder
 from dit_graph.devices.recorder import Recorder
-from dit_graph.entry import PAUSE
-from dit_graph.tape import Tape
+from dit_graph.runner.entry import PAUSE
+from dit_graph.tape.buffers import StaticBuffers
+from dit_graph.tape.tape import Tape
 from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.pair import Machine

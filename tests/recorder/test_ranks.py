@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dit_graph import generate
+from dit_graph.cli import generate
 from tests.launchers import ACCELERATE, TORCHRUN, contents, launch
 from tests.ranks import FAILS_AT
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dit_graph
-from dit_graph.state import Fingerprint
+from dit_graph.state.fingerprint import Fingerprint
 from tests.contract import Module, rows
 from tests.pair import Machine, Pair
 

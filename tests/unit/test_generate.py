@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 import dit_graph
-from dit_graph import embedded, generate
-from dit_graph.cli import files
+from dit_graph import embedded
+from dit_graph.cli import files, generate
 from dit_graph.embedded import EmojiPipeline
 from tests.unit.test_embedded import tiny_pipeline
 

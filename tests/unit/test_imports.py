@@ -9,8 +9,8 @@ import pytest
 import torch
 from diffusers.hooks import HookRegistry
 
-from dit_graph import libraries
-from dit_graph.state import Fingerprint
+from dit_graph.state import libraries
+from dit_graph.state.fingerprint import Fingerprint
 
 ROOT = Path(__file__).parents[2]
 LOADED = "sorted({'diffusers', 'transformers', 'accelerate', 'peft'} & sys.modules.keys())"

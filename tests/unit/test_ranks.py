@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dit_graph.blockers import parallel
 from dit_graph.cli.errors import UsageError
 from dit_graph.cli.ranks import Processes, join
-from dit_graph.report import summed
+from dit_graph.explain.report import summed
+from dit_graph.state.blockers import parallel
 
 
 def test_a_process_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

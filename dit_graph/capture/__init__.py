@@ -1,0 +1,1 @@
+"""One execution of a forward, watched and cut into segments and breaks."""

@@ -1,0 +1,96 @@
+"""What a recorded call does beside giving its result, and what a restart of it must put back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dit_graph.capture.frames import source_line
+from dit_graph.capture.kinds import Known, storage_of
+from dit_graph.capture.writes import When, Writes, whole_of
+from dit_graph.devices.base import Device
+from dit_graph.tape.tape import Tape, Undo, WholeCall
+
+
+def at_once(action: Callable[[], object]) -> None:
+    """The `When` of a write that happens right away."""
+    action()
+
+
+class Effects:
+    """Of one capture: writes that outlive the call, draws, and breaks with side effects.
+
+    `undo` puts back what the capture itself has done. `draws` is whether an operation drew random
+    numbers; `may_draw`, whether one did that nobody saw.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        static: Sequence[torch.Tensor],
+        module: Sequence[torch.Tensor],
+        known: Known,
+        tape: Tape,
+    ) -> None:
+        self.undo = Undo(device.generators())
+        self.undo.take([t for t in module if not isinstance(t, torch.nn.Parameter)], random=True)
+        self.draws = self.may_draw = False
+        self.impure = ""  # the first break that may have side effects
+        self._static, self._tape = static, tape
+        self._versions: list[int] = []
+        self._outside = [(t, t._version) for t in module if not t.is_inference()]
+        self._writes = Writes(known, tape, self.undo)
+        self.expect_writes()
+
+    def note(self, func: Any, args: Any, kwargs: Any, before: When = at_once) -> None:
+        """An operation is about to be recorded, or run."""
+        self._writes.note(func, args, kwargs, before)
+
+    def expect_writes(self) -> None:
+        """From now on a staged argument whose version moves was written by the forward."""
+        self._versions = [t._version for t in self._static]
+
+    def restart_point(self) -> None:
+        """Note what must be put back when a replay starts again from here."""
+        self._tape.saved = self._written_outside()
+        self._tape.random_before_guard = self.draws or self.may_draw
+
+    def guarded(self, reason: str) -> None:
+        """A replay may have to start again from here."""
+        self.restart_point()
+        if self.impure:
+            self._tape.unrestartable = (
+                f"state may be written before a guard: {self.impure}, then {reason} at"
+                f" {source_line()}; declare the break pure=True if it has no side effect"
+            )
+
+    def finish(self) -> None:
+        """Write down on the tape what the whole call did."""
+        tape = self._tape
+        tape.written_inputs = [
+            i
+            for i, t in enumerate(self._static)
+            if t._version != self._versions[i] or storage_of(t) in self._writes.arguments
+        ]
+        self.draws = self.draws or self.may_draw
+        self.draws = self.draws and self.undo.generators_moved()  # attention may, rarely does
+        tape.draws, self.may_draw = self.draws, False
+        self.restart_point()  # a replay may fail at its last step
+        tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
+        tape.effects = self._summary()
+
+    def _summary(self) -> str:
+        """Why the forward cannot run twice for one call, or an empty string."""
+        if any(isinstance(step, WholeCall) for step in self._tape.steps):
+            return "a replay is an eager call itself"
+        if self.impure:
+            return f"{self.impure} may have side effects"
+        if self._tape.written_inputs:
+            return "it writes into an argument"
+        return "it writes into what outlives the call" if self._tape.written_outside else ""
+
+    def _written_outside(self) -> list[torch.Tensor]:
+        """Tensors from outside that were written: seen as operations, or moved by compiled code."""
+        seen = set(map(storage_of, self._writes.outside))
+        moved = [t for t, version in self._outside if t._version != version]
+        return self._writes.outside + [t for t in moved if storage_of(t) not in seen]

@@ -1,0 +1,87 @@
+"""What one capture knows of every tensor it meets: where the memory comes from."""
+
+import gc
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dit_graph.devices.base import Device
+from dit_graph.tape.trees import tensors_of
+
+
+class Kind(Enum):
+    """Where a tensor's memory comes from. What no one has seen before is from outside the call."""
+
+    STATIC = "a staged argument"
+    MODULE = "a parameter or buffer"
+    POOL = "born in a segment"
+    LIVE = "made anew by a break at every replay"
+    CONSTANT = "made from Python data; held"
+    BREAK = "born in a marked break; only its results may be read outside"
+
+
+def storage_of(t: torch.Tensor) -> int:
+    """The identity of a tensor's storage, for as long as somebody refers to it."""
+    return int(t.untyped_storage()._cdata)
+
+
+class Known:
+    """Kinds by storage. A weak reference to each storage keeps its identity from being re-used."""
+
+    def __init__(
+        self, device: Device, static: Iterable[torch.Tensor], module: Iterable[torch.Tensor]
+    ) -> None:
+        self._device = device
+        self._kinds: dict[int, tuple[Kind, StorageWeakRef]] = {}
+        self._host: set[int] = set()
+        for t in module:
+            self.mark(t, Kind.MODULE)
+        for t in static:
+            self.mark(t, Kind.STATIC)
+
+    def kind(self, t: torch.Tensor) -> Kind | None:
+        """None: a tensor from outside (attribute, closure, memo table)."""
+        known = self._kinds.get(storage_of(t))
+        return known[0] if known else None
+
+    def mark(self, t: torch.Tensor, kind: Kind, host: bool = False) -> None:
+        storage = t.untyped_storage()
+        self._kinds[storage._cdata] = (kind, StorageWeakRef(storage))
+        if host:
+            self._host.add(storage._cdata)
+
+    def is_constant(self, t: torch.Tensor) -> bool:
+        return self.kind(t) is Kind.CONSTANT
+
+    def is_outside(self, t: torch.Tensor) -> bool:
+        """Whether what is written into it outlives the call."""
+        return self.kind(t) in (None, Kind.MODULE)
+
+    def is_host(self, t: torch.Tensor) -> bool:
+        """Whether a graph cannot hold work on this tensor because it lies on the host."""
+        if t.device.type == self._device.host_type or storage_of(t) in self._host:
+            return True
+        return not t.dim() and self.kind(t) is None and self._device.scalar_is_host(t)
+
+    def hold(self, t: torch.Tensor) -> torch.Tensor:
+        """What a later step may read: weak for the generation's memory, the tensor itself else."""
+        return self._device.weak(t) if self.kind(t) is Kind.POOL else t
+
+    def hold_operand(self, t: torch.Tensor) -> torch.Tensor:
+        """The same for an operand of a launch, which freezes what it reads from the host."""
+        return t.clone() if self.is_host(t) else self.hold(t)
+
+    def survivors(self, out: Any) -> int:
+        """Storages born in a segment that something outside the call still holds."""
+        known = {storage_of(t) for t in tensors_of(out)}
+        alive = [
+            reference
+            for kind, reference in self._kinds.values()
+            if kind is Kind.POOL and reference.cdata not in known and not reference.expired()
+        ]
+        if alive:
+            gc.collect()  # garbage in a cycle is no survivor
+        return sum(not reference.expired() for reference in alive)

@@ -1,0 +1,1 @@
+"""Graph memory and its budget: who shares it, and who leaves when it is short."""

@@ -1,0 +1,1 @@
+"""Prefill: a causal LM's transformer body on tokens padded to buckets."""

@@ -1,0 +1,185 @@
+"""One key's life, as data: state, recordings, counters and reasons. Touches no device."""
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dit_graph.call.context import Context
+from dit_graph.call.key import GraphKey
+from dit_graph.call.misses import miss
+from dit_graph.runner.proof import Proof
+from dit_graph.runner.tally import Counts, Tally
+from dit_graph.tape.tape import Tape
+
+Action = Literal["cold", "capture", "replay", "eager"]
+MAX_KEYS = 1024  # keys that a runner remembers
+PAUSE = 64  # calls until a key is tried again that the device had no room for
+MAX_ATTEMPTS = 3  # captures of one key whose state had not settled yet
+log = logging.getLogger("dit_graph")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to a call, and why."""
+
+    action: Action
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Entry:
+    """Cold at the first call, captured at the second, replayed from then on, unless blocked."""
+
+    label: str
+    tapes: list[Tape] = field(default_factory=list)  # variants, the last used one first
+    static: Any = None  # StaticBuffers
+    blocked: str = ""
+    warm: bool = False
+    attempts: int = 0  # in a row that came to no recording
+    gave_up: str = ""  # why no variant is added to the recordings any more
+    made_room: int = 0  # times that its recordings were pushed out by others
+    threads: int = 0  # that came to record and had to warm up first
+    paused: int = 0  # calls that are still eager for `pause_reason`
+    pause_reason: str = ""
+    missed: int = 0  # calls in a row for which no variant held
+    broken: int = 0  # replays in a row that raised
+    counts: Counts = field(default_factory=Counts)
+    capture_seconds: float = 0.0
+    proof: Proof = field(default_factory=Proof)
+    differs: str = ""  # from the nearest recorded key, when it first came
+
+    def decide(self) -> Decision:
+        gate = self.proof.gate if self.tapes else None
+        if gate is not None and (slower := gate.slower()):
+            self.block(slower)
+        if self.blocked:
+            return Decision("eager", self.blocked)
+        if self.tapes:
+            return Decision("replay")
+        if self.paused:
+            return Decision("eager", self.pause_reason)
+        return Decision("capture" if self.warm else "cold")
+
+    def goes_by(self, decision: Decision) -> None:
+        """A call follows a decision: of a pause one call less is left."""
+        if decision.action == "eager" and self.paused:
+            self.paused -= 1
+
+    def unsettled(self, reason: str) -> None:
+        """A capture whose state had not settled: warm up again, a few times, then give up.
+
+        Recordings that are there stay; no variant is added to them then.
+        """
+        log.debug("dit_graph: bucket %s warms up again: %s", self.label, reason)
+        self.attempts += 1
+        self.warm = False
+        if not self.tapes:
+            self.static = None
+        if self.attempts >= MAX_ATTEMPTS:
+            self.gave_up = reason
+            if not self.tapes:
+                self.block(reason)
+
+    def raised(self, error: Exception) -> None:
+        """The forward raised, and so does the call; it is recorded at another, a few times."""
+        reason = f"the forward raised {type(error).__name__} while it was recorded"
+        self.counts.eager[reason] += 1
+        self.unsettled(reason)
+
+    def keep(self, tape: Tape) -> None:
+        """A recording came about."""
+        self.attempts, self.gave_up = 0, ""
+        self.tapes.insert(0, tape)
+
+    def pause(self, reason: str) -> None:
+        """Eager for the next calls, then another try."""
+        self.paused, self.pause_reason = PAUSE, reason
+
+    def block(self, reason: str) -> None:
+        """Eager from now on, with this reason; the first one stays."""
+        self.retire()
+        self.blocked = self.blocked or reason
+
+    def prefer(self, tape: Tape) -> None:
+        if self.tapes[0] is not tape:
+            self.tapes.remove(tape)
+            self.tapes.insert(0, tape)
+
+    def retire(self) -> None:
+        """Let go of the recordings; the next call of this key is cold again."""
+        for tape in list(self.tapes):
+            self.forget(tape)
+        self.static = None
+        self.warm = False
+
+    def forget(self, tape: Tape) -> None:
+        """Let go of one recording."""
+        if tape in self.tapes:
+            self.tapes.remove(tape)
+        tape.steps.clear()  # a step may refer back to the tape
+        if not self.tapes:
+            self.static = None
+            self.warm = False
+
+    def may_record_another(self, most: int) -> bool:
+        """After a miss: whether a new variant is worth it, or no variant ever holds twice.
+
+        After `most` misses in a row the calls stay eager; every 64th tries again.
+        """
+        self.missed += 1
+        return not self.gave_up and (self.missed <= most or self.missed % 64 == 0)
+
+    @property
+    def verdict(self) -> str:
+        """What comparisons with eager have shown, or an empty string."""
+        return self.proof.text
+
+    @property
+    def state(self) -> str:
+        if self.blocked:
+            return f"eager: {self.blocked}"
+        return "captured" if self.tapes else "warm" if self.warm else "cold"
+
+
+class Entries(dict[GraphKey, Entry]):
+    """The keys that a runner has met. Those without a recording make room when there are many."""
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self._tally = tally
+
+    def new(self, key: GraphKey, proof: Proof) -> Entry:
+        idle = [key for key, entry in self.items() if not entry.tapes]
+        for old in idle[: max(0, len(self) + 1 - MAX_KEYS)]:
+            self._tally.forget(self.pop(old).counts)
+        self[key] = entry = Entry(key.describe(), proof=proof, counts=self._tally.new())
+        entry.differs = self.miss(key)
+        return entry
+
+    def settle(self, key: GraphKey, now: Context) -> None:
+        """Have the entry of `key` stand for the context `now`, which its forward has left behind.
+
+        The first attention of a process on CUDA settles the order in which torch tries its
+        kernels. Without this the next call would be of a key that nobody has met.
+        """
+        settled = replace(key, context=now)
+        if settled not in self:
+            self[settled] = self.pop(key)
+
+    def miss(self, key: GraphKey) -> str:
+        """Where a key differs from the nearest one that is recorded."""
+        return miss(key, [other for other, entry in self.items() if entry.tapes])
+
+    def retire(self, unblock: bool) -> None:
+        """Let go of every recording; `unblock` gives blocked keys another chance."""
+        for entry in self.values():
+            entry.retire()
+            entry.proof = entry.proof.again()
+            if unblock:
+                entry.blocked, entry.attempts, entry.gave_up = "", 0, ""
+
+    def forget_recordings(self) -> None:
+        """Let go of every recording and nothing else."""
+        for entry in self.values():
+            for tape in tuple(entry.tapes):
+                entry.forget(tape)

@@ -1,0 +1,119 @@
+"""A call that is replayed: by the variant whose values hold, timed and compared where due."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dit_graph.call.key import Call
+from dit_graph.devices.base import is_out_of_memory
+from dit_graph.errors import BreakResultChanged, GuardMismatch
+from dit_graph.runner.entry import MAX_ATTEMPTS, Entry
+from dit_graph.runner.fallback import Fallback
+from dit_graph.runner.record import Recording, raised_by_the_forward
+from dit_graph.runner.target import Graphed
+from dit_graph.tape.tape import Tape, Undo
+
+log = logging.getLogger("dit_graph")
+TIMED = "the gate times an eager call in a replay's place"
+
+
+class Replay:
+    """Replays the calls of one module."""
+
+    def __init__(self, on: Graphed, fallback: Fallback, recording: Recording) -> None:
+        self._on = on
+        self._fallback = fallback
+        self._recording = recording
+
+    def __call__(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        try:
+            turn = entry.proof.turn(entry.tapes[0])
+            undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
+            compares = any(tape.draws and entry.proof.compares(tape) for tape in entry.tapes)
+            seeds = self._on.seeds() if compares and turn == "replay" else []
+        except Exception as error:
+            return self._fallback(entry, self._fallback.own_error(error), args, kwargs)
+        if turn == "eager":
+            entry.counts.eager[TIMED] += 1
+            run_eagerly = functools.partial(self._on.eager, *args, **kwargs)
+            timed = functools.partial(self._timed, "eager", entry, run_eagerly)
+            return self._fallback.answer(timed, call.tensors)
+        for tape in tuple(entry.tapes):
+            if conflict := tape.conflict(live):
+                return self._fallback(entry, conflict, args, kwargs)
+
+            def run(tape: Tape = tape) -> Any:
+                entry.static.copy_in(live)
+                tape.run(undo)
+                return tape.result(live)
+
+            try:
+                result = self._timed("replay", entry, run)
+            except GuardMismatch as error:
+                undo.roll_back()
+                mismatch = error.place
+                entry.proof.stop_timing("not timed: it depends on values")
+                continue
+            except Exception as error:
+                raised = raised_by_the_forward(error, tape)
+                self._fallback.raise_if_failed(error, f"replaying {entry.label}")
+                undo.roll_back()
+                if raised:
+                    what = type(error).__name__
+                    entry.counts.eager[f"the forward raised {what} in a replay"] += 1
+                    raise
+                return self._broken(entry, error, args, kwargs)
+            if not self._took(entry, tape, live):
+                return result
+            return self._recording.compared("replay", entry, tape, result, seeds, args, kwargs)
+        if not entry.may_record_another(self._on.config.max_variants):
+            reason = entry.gave_up or f"another value at every call: {mismatch}"
+            return self._fallback(entry, reason, args, kwargs)
+        return self._recording.capture(entry, call, args, kwargs)
+
+    def _took(self, entry: Entry, tape: Tape, live: Any) -> bool:
+        """A replay has answered; returns whether it is to be compared with eager."""
+        entry.counts.replays += 1
+        entry.missed = entry.broken = 0
+        entry.static.copy_back(live, tape.written_inputs)
+        try:
+            entry.prefer(tape)
+            self._on.pool.touch(tape.generation)
+            compares = entry.proof.compares(tape)
+        except Exception as error:  # the answer is there all the same
+            entry.block(self._fallback.own_error(error))
+            return False
+        tape.compared = tape.compared or compares
+        return compares
+
+    def _timed(self, what: str, entry: Entry, run: Callable[[], Any]) -> Any:
+        """Run it, with the device's clock while the gate is open."""
+        gate = entry.proof.gate
+        if gate is None or gate.decided:
+            return run()
+        timer = self._on.pool.device.timer()
+        timer.start()
+        out = run()
+        timer.stop()
+        (gate.replay if what == "replay" else gate.eager).append(timer)
+        return out
+
+    def _broken(self, entry: Entry, error: Exception, args: Any, kwargs: Any) -> Any:
+        """A replay raised: the call is eager's, and a recording that is broken goes."""
+        if isinstance(error, BreakResultChanged):
+            reason = f"a marked break's result changed: {error.place}"
+        else:
+            reason = f"replay failed: {error!r}"
+            entry.retire()
+            if is_out_of_memory(error):
+                entry.pause(reason)
+            else:
+                entry.broken += 1
+            if entry.broken >= MAX_ATTEMPTS:
+                entry.block(reason)
+            self._on.pool.sweep()
+        if self._on.config.on_failure == "raise":
+            entry.counts.eager[reason] += 1
+            raise error
+        return self._fallback(entry, reason, args, kwargs)

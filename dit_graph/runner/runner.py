@@ -1,0 +1,190 @@
+"""Sequences one call: key, decision, and the action that it names."""
+
+import functools
+import importlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dit_graph import breaks
+from dit_graph.backends import backend_named
+from dit_graph.call.key import Call, GraphKey
+from dit_graph.call.varying import VaryingValues
+from dit_graph.errors import DitGraphError, NewShape, Unkeyable
+from dit_graph.memory.pool import Pool
+from dit_graph.memory.recent import RecentCalls
+from dit_graph.runner.entry import Decision, Entries, Entry
+from dit_graph.runner.fallback import Fallback
+from dit_graph.runner.proof import Gate, Proof
+from dit_graph.runner.record import Recording
+from dit_graph.runner.replay import Replay
+from dit_graph.runner.target import Graphed
+from dit_graph.state.blockers import mode_around
+
+log = logging.getLogger("dit_graph")
+INSIDE = "part of a recording around it"
+
+
+class Runner:
+    """Answers the calls of one module: key, decision, one of four actions."""
+
+    def __init__(self, on: Graphed) -> None:
+        self.on = on
+        self.warming = False
+        self.closed = False
+        self._backend = backend_named(on.config.backend)
+        # torch imports it for the first dispatch mode, which would be inside of a capture
+        importlib.import_module("torch._dynamo")
+        self._varying = VaryingValues()
+        self._recent = RecentCalls()
+        self._fallback = Fallback(on)
+        self._recording = recording = Recording(on, self._fallback)
+        self._actions: dict[str, Callable[..., Any]] = {
+            "cold": recording.cold,
+            "capture": recording.capture,
+            "replay": Replay(on, self._fallback, recording),
+        }
+        extra = on.config.extra_key
+        self._extra_key = None if extra is None else functools.partial(extra, on.module)
+
+    @property
+    def pool(self) -> Pool:
+        return self.on.pool
+
+    @property
+    def entries(self) -> Entries:
+        return self.on.entries
+
+    @property
+    def unmatched(self) -> set[str]:
+        return self._recording.unmatched
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Eager calls that no entry stands for, by reason."""
+        return self._fallback.refused
+
+    @property
+    def said(self) -> set[str]:
+        """What was logged: the reasons of eager calls that are not meant to be eager, and more."""
+        return self._fallback.said
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if reason := self.passes_by():
+            plain = functools.partial(self._plain, args, kwargs)
+            return self.refuse(reason, plain, expected=reason == INSIDE)
+        entry: Entry | None = None
+        with self.pool.lock:
+            self.on.tally.calls += 1
+            if self.pool.busy:  # the lock lets its own thread in; two replays must not interleave
+                self._fallback.say(self.refused, "called inside another call")
+                return self._plain(args, kwargs)
+            if self.closed:  # disabled while this call waited
+                self.refused["disabled"] += 1
+                return self._plain(args, kwargs)
+            try:
+                call = self.on.signature.bind(args, kwargs, self._extra_key)
+                entry, decision = self._decide(call)
+                self._recent.note(entry, decision.action == "replay")
+            except Unkeyable as error:
+                decision = Decision("eager", str(error))
+            except DitGraphError:  # meant for the caller
+                raise
+            except Exception as error:
+                decision = Decision("eager", self.own_error(error))
+            if entry is not None and decision.action != "eager":
+                with self.pool.using(), breaks.live(call.arguments):
+                    return self._actions[decision.action](entry, call, args, kwargs)
+        return self._fallback(entry, decision.reason, args, kwargs)
+
+    def passes_by(self) -> str:
+        """Why a call is not to be looked at at all, or an empty string."""
+        if breaks.capturing() or breaks.local.cold or self.pool.device.capturing():
+            return INSIDE
+        return mode_around()
+
+    def own_error(self, error: Exception) -> str:
+        """The reason of a call at which our own bookkeeping failed."""
+        return self._fallback.own_error(error)
+
+    def refuse(self, reason: str, run: Callable[[], Any], expected: bool = False) -> Any:
+        """Count a call that stays eager before it has a key, and run it.
+
+        `expected`: it is meant to be eager, so that it is neither logged nor an error.
+        """
+        with self.pool.lock:
+            self.on.tally.calls += 1
+            if expected:
+                self.refused[reason] += 1
+            else:
+                self._fallback.say(self.refused, reason)
+        return run()
+
+    def _plain(self, args: Any, kwargs: Any) -> Any:
+        with breaks.live(self.on.signature.arguments(args, kwargs)):
+            return self.on.original(*args, **kwargs)
+
+    def close(self) -> None:
+        """No recording is made or used after this."""
+        with self.pool.lock:
+            self.closed = True
+            for entry in self.entries.values():
+                entry.retire()
+
+    def _decide(self, call: Call) -> tuple[Entry | None, Decision]:
+        self.pool.tick()
+        if not self._backend.records:
+            return None, Decision("eager", f"backend {self._backend.name}")
+        if change := self.on.state.changed():
+            self._invalidate(change)
+        if self.on.state.blocker:
+            return None, Decision("eager", self.on.state.blocker)
+        if torch.is_grad_enabled() and self.on.state.needs_grad(call.tensors):
+            return None, Decision("eager", "gradients are needed; call it under torch.no_grad()")
+        entry = self.entries.get(call.key)
+        if entry is not None and entry.tapes:
+            decision = entry.decide()
+            if decision.action == "eager":
+                self.pool.sweep()
+            return entry, decision
+        if varies := self._varying.varying(call):
+            return entry, Decision("eager", varies)
+        if entry is None:
+            if self.on.config.on_new_shape != "capture" and not self.warming:
+                return None, self._new_shape(call.key)
+            entry = self.entries.new(call.key, self._new_proof())
+            if entry.differs:
+                log.info("dit_graph: %s: new signature: %s", self.on.name, entry.differs)
+        if entry.decide().action != "eager" and (change := self.on.state.changed_since()):
+            self._invalidate(change)
+        decision = entry.decide()
+        entry.goes_by(decision)
+        if decision.action == "eager" or not self.pool.crowded:
+            return entry, decision
+        reason = self._recent.thrashing(entry, self.pool.idle)
+        return entry, Decision("eager", reason) if reason else decision
+
+    def _new_proof(self) -> Proof:
+        times = self.on.config.gate == "measure" and self.on.config.verify != "always"
+        times = times and self.pool.device.time_counts
+        return Proof(self.on.config.verify, Gate(self.on.config.min_gain) if times else None)
+
+    def _new_shape(self, key: GraphKey) -> Decision:
+        differs = self.entries.miss(key)
+        reason = f"not warmed up: {key.describe()}{differs and f' ({differs})'}"
+        if self.on.config.on_new_shape == "error":
+            self.refused[reason] += 1
+            known = ", ".join(e.label for e in self.entries.values()) or "none"
+            raise NewShape(f"{self.on.name}: {reason}; warmed up: {known}")
+        return Decision("eager", reason)
+
+    def _invalidate(self, change: str) -> None:
+        recorded = any(entry.tapes for entry in self.entries.values())
+        level = logging.WARNING if recorded else logging.DEBUG
+        log.log(level, "dit_graph: %s: %s changed; recording again", self.on.name, change)
+        self.entries.retire(unblock=not self.on.state.wrote(change))
+        self._recent.clear()
+        self.pool.sweep()

@@ -1,0 +1,1 @@
+"""What replays: steps, guards, staged arguments, results. Knows no device and no model."""
