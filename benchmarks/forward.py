@@ -247,7 +247,7 @@ def host_time(
     steps, tape.steps = tape.steps, []
     alone = median(lambda: front(**call))
     tape.steps = steps
-    bound = runner.on.signature.bind((), call)
+    bound = runner.target.signature.bind((), call)
 
     def locked() -> None:
         with runner.pool.using():
@@ -257,7 +257,7 @@ def host_time(
         "bare call": median(lambda: bare(**call)),
         "call": whole,
         "runner alone": alone,
-        "bind and key": median(lambda: runner.on.signature.bind((), call)),
+        "bind and key": median(lambda: runner.target.signature.bind((), call)),
         "decide": median(lambda: runner._decide(bound)),
         "copy in": median(lambda: entry.static.copy_in(bound.tensors)),
         "result clone": median(lambda: tape.result(bound.tensors)),

@@ -2,7 +2,7 @@
 
 from dit_graph.breaks import CurrentCall, break_graph, current_call, eager_on_graph
 from dit_graph.config import GraphConfig
-from dit_graph.enable import Handle, disable, enable
+from dit_graph.enable import disable, enable
 from dit_graph.errors import (
     AlreadyEnabled,
     BreakResultChanged,
@@ -16,6 +16,7 @@ from dit_graph.errors import (
     NotReplayed,
     Unsupported,
 )
+from dit_graph.handle import Handle
 
 __all__ = [
     "AlreadyEnabled",

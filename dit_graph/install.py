@@ -12,12 +12,13 @@ from dit_graph import breaks
 from dit_graph.call.buckets import Buckets, schedule
 from dit_graph.call.key import Signature
 from dit_graph.config import GraphConfig
+from dit_graph.devices import current_place
 from dit_graph.errors import DitGraphError, NotReplayed, Unsupported
 from dit_graph.memory.pool import Pool
 from dit_graph.modes.denoise import Pictures, caller
 from dit_graph.runner.runner import Runner
 from dit_graph.runner.tally import Tally
-from dit_graph.runner.target import Graphed
+from dit_graph.runner.target import Target
 from dit_graph.slot import Slot
 from dit_graph.state.watcher import ModuleWatcher
 
@@ -100,7 +101,7 @@ class Install:
     def _make(self, pool: Pool) -> Callable[..., Any]:
         """The runner, and what stands in front of it in this mode."""
         state = ModuleWatcher(self.module, pool.device.on, self._pictures)
-        graphed = Graphed(
+        graphed = Target(
             self.name, self.module, self._original, self._signature, self.config, pool, state,
             self.tally,
         )  # fmt: skip
@@ -109,7 +110,7 @@ class Install:
         self.runner = Runner(graphed)
         return self.runner
 
-    def _padding(self, graphed: Graphed) -> Callable[..., Any]:
+    def _padding(self, graphed: Target) -> Callable[..., Any]:
         from dit_graph.modes.prefill.prefill import Prefill  # transformers is slow to import
 
         buckets = Buckets(self.config.buckets or schedule(self.config.max_tokens))
@@ -189,6 +190,4 @@ def device_of(module: torch.nn.Module, wanted: str = "auto") -> torch.device:
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"{type(module).__name__} is spread over {names}; one device is needed")
-    if not devices and wanted == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return next(iter(devices), torch.device("cpu"))
+    return next(iter(devices), None) or current_place(wanted)

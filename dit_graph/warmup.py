@@ -42,7 +42,7 @@ class _WarmUp:
     def __init__(self, installs: Iterable[Install]) -> None:
         self._runners = {install: install.ready() for install in installs}
         self._calls = self._calls_now()
-        self._made_room = {entry: entry.made_room for entry in self._calls}
+        self._made_room = {entry: entry.evictions for entry in self._calls}
         self._eager = {install: self._eager_of(install) for install in self._runners}
 
     @contextmanager
@@ -65,7 +65,7 @@ class _WarmUp:
 
     def is_open(self, entry: Entry) -> bool:
         """Whether it is not recorded, and may be when it comes again."""
-        return not (entry.tapes or entry.blocked or entry.paused or self._pushed_out(entry))
+        return not (entry.tapes or entry.blocked or entry.paused or self._evicted(entry))
 
     def missing(self) -> Iterator[tuple[str, str, str]]:
         """A component's name, why something of it is not recorded, and what."""
@@ -87,7 +87,7 @@ class _WarmUp:
     def _why_not(self, entry: Entry) -> str:
         if entry.blocked or entry.paused:
             return entry.blocked or entry.pause_reason
-        if self._pushed_out(entry):
+        if self._evicted(entry):
             return "it made room for others: memory_budget or max_graphs is full"
         calls = entry.counts.calls - self._calls.get(entry, 0)
         if calls == 1:
@@ -95,8 +95,8 @@ class _WarmUp:
         last = next(reversed(entry.counts.eager), "")
         return f"{entry.state} after {calls} calls{last and f': {last}'}"
 
-    def _pushed_out(self, entry: Entry) -> bool:
-        return not entry.tapes and entry.made_room > self._made_room.get(entry, 0)
+    def _evicted(self, entry: Entry) -> bool:
+        return not entry.tapes and entry.evictions > self._made_room.get(entry, 0)
 
     def _calls_now(self) -> dict[Entry, int]:
         found = [entry for runner in self._runners.values() for entry in _entries(runner)]

@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from dit_graph import embedded
 from dit_graph.embedded import ConceptEncoder, EmojiPipeline
-from dit_graph.embedded.pipeline import IN_CHANNELS, OUT_CHANNELS
+from dit_graph.embedded.patches import IN_CHANNELS, OUT_CHANNELS
 
 MODEL = "embedded"
 

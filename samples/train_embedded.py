@@ -38,7 +38,7 @@ from PIL import Image
 from torch import nn
 
 from dit_graph.embedded import ConceptEncoder, EmojiPipeline
-from dit_graph.embedded.pipeline import (
+from dit_graph.embedded.patches import (
     DRAWING,
     IN_CHANNELS,
     OUT_CHANNELS,

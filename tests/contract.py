@@ -1147,11 +1147,14 @@ def test_what_a_forward_raises_while_it_is_recorded_it_raises(machine: Machine, 
     pair = machine.pair(Module(body))
     for i in range(3):
         pair(rows(i).to(machine.on))
-        count, drawn = pair.graphed.count.clone(), pair.handle.installs["Module"].runner.on.seeds()
+        count, drawn = (
+            pair.graphed.count.clone(),
+            pair.handle.installs["Module"].runner.target.seeds(),
+        )
         with pytest.raises(LookupError, match=f"only while recording, {where}"):
             pair.graphed(rows(i).to(machine.on))
         assert torch.equal(pair.graphed.count, count)
-        assert all(map(torch.equal, drawn, pair.handle.installs["Module"].runner.on.seeds()))
+        assert all(map(torch.equal, drawn, pair.handle.installs["Module"].runner.target.seeds()))
     for i in range(2):
         pair(rows(i).to(machine.on))
     reason = "the forward raised LookupError while it was recorded"

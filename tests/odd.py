@@ -21,7 +21,7 @@ import dit_graph
 from dit_graph.memory.pool import Pool
 from dit_graph.runner.entry import Entry
 from dit_graph.runner.proof import Proof
-from dit_graph.runner.record import Recording
+from dit_graph.runner.record import CaptureAction
 from tests.copies import Pipe
 from tests.families import FAMILIES
 from tests.pair import PLAIN, Machine, same_tree
@@ -278,7 +278,7 @@ def test_bookkeeping_that_fails_around_an_answer(
         module(x)
     broken = {
         "a replay": (Proof, "turn"), "after a replay": (Entry, "prefer"),
-        "a recording": (Pool, "generation"), "after one": (Recording, "_keep"),
+        "a recording": (Pool, "generation"), "after one": (CaptureAction, "_keep"),
     }[when]  # fmt: skip
     monkeypatch.setattr(*broken, refuse)
     assert torch.equal(module(x), module.linear(x))

@@ -64,13 +64,13 @@ def test_each_variant_and_signature_is_compared_once(machine: Machine, monkeypat
 
     calls = []
     pair = machine.pair(Module(body), verify="first")
-    original = pair.handle.installs["Module"].runner.on.original
+    original = pair.handle.installs["Module"].runner.target.original
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         return original(*args, **kwargs)
 
-    pair.handle.installs["Module"].runner.on.original = counted
+    pair.handle.installs["Module"].runner.target.original = counted
     for _ in range(4):
         for value in (1.0, -1.0):
             pair(torch.full((2, 8), value, device=machine.on))
@@ -150,7 +150,7 @@ def test_a_forward_that_draws_is_compared_and_draws_once(machine: Machine) -> No
     ],
 )
 def test_differences_are_named(a: Any, b: Any, says: str) -> None:
-    found = dit_graph.proof.difference(a, b)
+    found = dit_graph.runner.proof.difference(a, b)
     assert found == says if not says else says in found
 
 
@@ -621,8 +621,8 @@ def test_verification_leaves_a_generator_alone_that_the_forward_does_not_use(
     pair(rows(0).to(machine.on))
     pair(rows(1).to(machine.on))
     runner = pair.handle.installs["Module"].runner
-    original = runner.on.original
-    runner.on.original = lambda *args, **kwargs: draw(original(*args, **kwargs))
+    original = runner.target.original
+    runner.target.original = lambda *args, **kwargs: draw(original(*args, **kwargs))
     for i in range(20):
         pair.graphed(rows(i).to(machine.on))
     assert len(elsewhere) == 20 == len(set(elsewhere))

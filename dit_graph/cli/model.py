@@ -18,7 +18,8 @@ from dit_graph.cli.errors import UsageError, loading, one_line
 from dit_graph.cli.options import Options
 from dit_graph.cli.parser import Size
 from dit_graph.embedded.concepts import ConceptIndex
-from dit_graph.embedded.pipeline import EmojiPipeline, check_size
+from dit_graph.embedded.patches import check_size
+from dit_graph.embedded.pipeline import EmojiPipeline
 
 _OF_EACH_CALL = ("prompt", "generator", "height", "width")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -18,3 +18,16 @@ def device_named(name: str, on: torch.device) -> Device:
     device: Device = getattr(import_module(module), cls)(on)
     device.check()
     return device
+
+
+def current_place(name: str) -> torch.device:
+    """Where `name` works now, for a module that has no tensors to say so."""
+    if name == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def default_generators() -> list[torch.Generator]:
+    """The generators of this process that a draw without one of its own takes."""
+    found = [torch.default_generator]
+    return found + list(torch.cuda.default_generators) if torch.cuda.is_available() else found

@@ -72,8 +72,8 @@ def _entry(entry: Entry) -> Iterator[str]:
         f" replays {counts.replays}, variants {len(entry.tapes)},"
         f" inputs {size(entry.static.bytes if entry.static else 0)}"
     )
-    if entry.made_room:
-        yield f"    made room for other recordings {entry.made_room} times"
+    if entry.evictions:
+        yield f"    made room for other recordings {entry.evictions} times"
     if entry.differs:
         yield f"    differs from the nearest recorded: {entry.differs}"
     if entry.verdict:

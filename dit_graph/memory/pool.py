@@ -19,7 +19,7 @@ class Holder(Protocol):
 
     tapes: list[Tape]
     static: Any
-    made_room: int
+    evictions: int
 
     def forget(self, tape: Tape) -> None: ...
 
@@ -94,7 +94,7 @@ class Pool:
         if self._open is None or self._is_full(self._open):
             for old in self._least_used_first():
                 if self._recordings() + 1 > self._most:
-                    self._push_out(old)
+                    self._evict(old)
             self._open = Generation(self.device)
             self._generations.append(self._open)
         self._open.recordings += 1
@@ -111,10 +111,10 @@ class Pool:
     def _least_used_first(self) -> list[Generation]:
         return sorted(self._generations, key=lambda generation: generation.last_used)
 
-    def _push_out(self, generation: Generation) -> None:
+    def _evict(self, generation: Generation) -> None:
         pushed = {id(entry): entry for entry, tape in generation.held if tape in entry.tapes}
         for entry in pushed.values():
-            entry.made_room += 1
+            entry.evictions += 1
         if pushed and not self._said:
             self._said = True
             log.warning(
@@ -135,7 +135,7 @@ class Pool:
         generation.measure()
         for old in self._least_used_first():
             if old is not generation and self._taken() > self._limit():
-                self._push_out(old)
+                self._evict(old)
         if self._taken() <= self._limit():
             return "stays", ""
         size, alone = generation.bytes, len(generation.held) == 1

@@ -15,6 +15,7 @@ import torch
 
 from dit_graph.call.buckets import schedule
 from dit_graph.config import GraphConfig
+from dit_graph.devices import default_generators
 from dit_graph.errors import ConfigError
 from dit_graph.tape.trees import tensors_of
 
@@ -55,10 +56,17 @@ def bucket_runs(
         raise ConfigError(f"warmup of prefill takes batch alone; given too: {', '.join(given)}")
     if type(batch) is not int or batch < 1:
         raise ConfigError(f"batch must be a whole number of at least 1, got {batch!r}")
-    from dit_graph.modes.prefill.prefill import warm_buckets  # transformers is slow to import
-
     sizes = sorted(config.buckets or schedule(config.max_tokens), reverse=True)
-    return [functools.partial(warm_buckets, body, [n], batch) for body in bodies for n in sizes]
+    return [functools.partial(fill_bucket, body, n, batch) for body in bodies for n in sizes]
+
+
+def fill_bucket(body: Any, length: int, batch: int) -> None:
+    """Two calls of a causal LM's body with `length` tokens, with a cache of its own each."""
+    weight = body.get_input_embeddings().weight
+    tokens = torch.zeros(batch, length, dtype=torch.long, device=weight.device)
+    with torch.no_grad():
+        for _ in range(2):
+            body(input_ids=tokens, use_cache=True)
 
 
 def pipeline_runs(pipe: Any, sizes: Sequence[tuple[int, int]], kwargs: dict[str, Any]) -> Runs:
@@ -115,9 +123,7 @@ def unchanged(pipe: Any, kwargs: dict[str, Any]) -> Iterator[None]:
     """Run on a copy of the scheduler; put generators and the progress bar back afterwards."""
     given = kwargs.get("generator")
     generators = [*given] if isinstance(given, (list, tuple)) else [given] if given else []
-    generators.append(torch.default_generator)
-    if torch.cuda.is_available():
-        generators += torch.cuda.default_generators
+    generators += default_generators()
     states = [g.get_state() for g in generators]
     scheduler, bar = pipe.scheduler, getattr(pipe, "_progress_bar_config", None)
     pipe.scheduler = copy.deepcopy(scheduler)

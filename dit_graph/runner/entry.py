@@ -1,4 +1,4 @@
-"""One key's life, as data: state, recordings, counters and reasons. Touches no device."""
+"""One signature's life, as data: recordings, counters and reasons. Touches no device."""
 
 import logging
 from dataclasses import dataclass, field, replace
@@ -12,9 +12,9 @@ from dit_graph.runner.tally import Counts, Tally
 from dit_graph.tape.tape import Tape
 
 Action = Literal["cold", "capture", "replay", "eager"]
-MAX_KEYS = 1024  # keys that a runner remembers
-PAUSE = 64  # calls until a key is tried again that the device had no room for
-MAX_ATTEMPTS = 3  # captures of one key whose state had not settled yet
+MAX_KEYS = 1024  # signatures that a runner remembers
+PAUSE = 64  # calls until a signature is tried again that the device had no room for
+MAX_ATTEMPTS = 3  # captures of one signature that may fail in a row before it is given up
 log = logging.getLogger("dit_graph")
 
 
@@ -31,18 +31,18 @@ class Entry:
     """Cold at the first call, captured at the second, replayed from then on, unless blocked."""
 
     label: str
-    tapes: list[Tape] = field(default_factory=list)  # variants, the last used one first
+    tapes: list[Tape] = field(default_factory=list)  # one a variant, the last used one first
     static: Any = None  # StaticBuffers
     blocked: str = ""
     warm: bool = False
-    attempts: int = 0  # in a row that came to no recording
-    gave_up: str = ""  # why no variant is added to the recordings any more
-    made_room: int = 0  # times that its recordings were pushed out by others
-    threads: int = 0  # that came to record and had to warm up first
-    paused: int = 0  # calls that are still eager for `pause_reason`
+    attempts: int = 0  # captures in a row that led to no recording
+    gave_up: str = ""  # why no further variant is recorded
+    evictions: int = 0  # times that its recordings had to make room for others
+    threads: int = 0  # calls in a row from threads that had not warmed up, so none could record
+    paused: int = 0  # how many more calls stay eager, for `pause_reason`
     pause_reason: str = ""
-    missed: int = 0  # calls in a row for which no variant held
-    broken: int = 0  # replays in a row that raised
+    missed: int = 0  # calls in a row whose values fitted no variant
+    broken: int = 0  # replays in a row that raised an error
     counts: Counts = field(default_factory=Counts)
     capture_seconds: float = 0.0
     proof: Proof = field(default_factory=Proof)

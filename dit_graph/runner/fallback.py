@@ -13,7 +13,7 @@ import torch
 from dit_graph import breaks
 from dit_graph.errors import BreakResultChanged, CaptureError, DeviceFailed, NotReplayed
 from dit_graph.runner.entry import Entry
-from dit_graph.runner.target import Graphed
+from dit_graph.runner.target import Target
 from dit_graph.tape.trees import tensors_of
 
 log = logging.getLogger("dit_graph")
@@ -22,26 +22,26 @@ log = logging.getLogger("dit_graph")
 class Fallback:
     """Answers calls of one module eagerly, by name."""
 
-    def __init__(self, on: Graphed) -> None:
-        self._on = on
-        self.refused = on.tally.refused  # calls that no entry stands for
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.refused = target.tally.refused  # calls that no entry stands for
         self.said: set[str] = set()
 
     def __call__(self, entry: Entry | None, reason: str, args: Any, kwargs: Any) -> Any:
         self.say(self.refused if entry is None else entry.counts.eager, reason)
-        with breaks.live(self._on.signature.arguments(args, kwargs)):
-            run = functools.partial(self._on.eager, *args, **kwargs)
+        with breaks.live(self._target.signature.arguments(args, kwargs)):
+            run = functools.partial(self._target.eager, *args, **kwargs)
             return self.answer(run, (args, kwargs))
 
     def say(self, counter: Counter[str], reason: str) -> None:
         """Count an eager call and log the first of each reason; under `strict` an error."""
-        with self._on.pool.lock:
+        with self._target.pool.lock:
             counter[reason] += 1
         if reason not in self.said:
             self.said.add(reason)
-            log.warning("dit_graph: %s runs eagerly: %s", self._on.name, reason)
-        if self._on.config.strict:
-            raise NotReplayed(f"{self._on.name}: {reason}")
+            log.warning("dit_graph: %s runs eagerly: %s", self._target.name, reason)
+        if self._target.config.strict:
+            raise NotReplayed(f"{self._target.name}: {reason}")
 
     def own_error(self, error: Exception) -> str:
         """The reason that stands for an error of dit_graph's own; its traceback is logged once.
@@ -55,47 +55,48 @@ class Fallback:
         reason = f"dit_graph itself failed on this call: {what}; DEBUG logging shows the traceback"
         if reason not in self.said:
             text = "".join(traceback.format_exception(error))
-            log.debug("dit_graph: %s: %s\n%s", self._on.name, what, text)
+            log.debug("dit_graph: %s: %s\n%s", self._target.name, what, text)
         return reason
 
     def answer(self, run: Callable[[], Any], arguments: Any) -> Any:
         """Run an eager answer; again without the recordings, unless it may run only once."""
-        return run() if self._on.runs_once else self.with_room(run, arguments)
+        return run() if self._target.runs_once else self.with_room(run, arguments)
 
     def with_room(self, run: Callable[[], Any], arguments: Any) -> Any:
         """Run an eager forward; where memory runs out, again without the recordings."""
         try:
-            given = [*tensors_of(arguments), *self._on.state.buffers]
+            given = [*tensors_of(arguments), *self._target.state.buffers]
             versions = list(map(_version, given))
         except Exception as error:  # what nobody can look at may have been written
             self.own_error(error)
             return run()
-        seeds = self._on.seeds()
+        seeds = self._target.seeds()
         try:
             return run()
         except torch.OutOfMemoryError:
             moved = versions != list(map(_version, given))
-            talks = self._on.talks or self._on.state.parallel
-            if talks or moved or self._on.state.moved() or not self.free():
+            has_collectives = self._target.has_collectives or self._target.state.parallel
+            if has_collectives or moved or self._target.state.moved() or not self.free():
                 raise
-        self._on.reseed(seeds)
+        self._target.reseed(seeds)
         return run()
 
     def free(self) -> bool:
         """Give the memory of all recordings back, when memory has run out."""
-        held = self._on.pool.release()
+        held = self._target.pool.release()
         if held:
-            log.warning("dit_graph: %s: out of memory; all recordings let go", self._on.name)
-            self._on.pool.device.trim()
+            log.warning("dit_graph: %s: out of memory; all recordings let go", self._target.name)
+            self._target.pool.device.trim()
         return held
 
     def raise_if_failed(self, error: Exception, doing: str) -> None:
         """After a device has failed for good nothing answers, an eager call neither."""
         ours = isinstance(error, (CaptureError, BreakResultChanged))
-        if not ours and self._on.pool.device.failed():
+        if not ours and self._target.pool.device.failed():
             self.refused["the device failed"] += 1
             raise DeviceFailed(
-                f"{self._on.name}: the device failed while {doing}: {error}; restart the process"
+                f"{self._target.name}: the device failed while {doing}: {error};"
+                " restart the process"
             ) from error
 
 

@@ -9,34 +9,36 @@ from dit_graph.call.key import Call
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.errors import BreakResultChanged, GuardMismatch
 from dit_graph.runner.entry import MAX_ATTEMPTS, Entry
+from dit_graph.runner.failures import raised_by_the_forward
 from dit_graph.runner.fallback import Fallback
-from dit_graph.runner.record import Recording, raised_by_the_forward
-from dit_graph.runner.target import Graphed
+from dit_graph.runner.record import CaptureAction
+from dit_graph.runner.target import Target
+from dit_graph.runner.verify import compared
 from dit_graph.tape.tape import Tape, Undo
 
 log = logging.getLogger("dit_graph")
 TIMED = "the gate times an eager call in a replay's place"
 
 
-class Replay:
+class ReplayAction:
     """Replays the calls of one module."""
 
-    def __init__(self, on: Graphed, fallback: Fallback, recording: Recording) -> None:
-        self._on = on
+    def __init__(self, target: Target, fallback: Fallback, recording: CaptureAction) -> None:
+        self._target = target
         self._fallback = fallback
         self._recording = recording
 
     def __call__(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         try:
             turn = entry.proof.turn(entry.tapes[0])
-            undo, live, mismatch = Undo(self._on.generators), call.tensors, ""
+            undo, live, mismatch = Undo(self._target.generators), call.tensors, ""
             compares = any(tape.draws and entry.proof.compares(tape) for tape in entry.tapes)
-            seeds = self._on.seeds() if compares and turn == "replay" else []
+            seeds = self._target.seeds() if compares and turn == "replay" else []
         except Exception as error:
             return self._fallback(entry, self._fallback.own_error(error), args, kwargs)
         if turn == "eager":
             entry.counts.eager[TIMED] += 1
-            run_eagerly = functools.partial(self._on.eager, *args, **kwargs)
+            run_eagerly = functools.partial(self._target.eager, *args, **kwargs)
             timed = functools.partial(self._timed, "eager", entry, run_eagerly)
             return self._fallback.answer(timed, call.tensors)
         for tape in tuple(entry.tapes):
@@ -66,8 +68,9 @@ class Replay:
                 return self._broken(entry, error, args, kwargs)
             if not self._took(entry, tape, live):
                 return result
-            return self._recording.compared("replay", entry, tape, result, seeds, args, kwargs)
-        if not entry.may_record_another(self._on.config.max_variants):
+            given = self._target, self._fallback
+            return compared(*given, "replay", entry, tape, result, seeds, (args, kwargs))
+        if not entry.may_record_another(self._target.config.max_variants):
             reason = entry.gave_up or f"another value at every call: {mismatch}"
             return self._fallback(entry, reason, args, kwargs)
         return self._recording.capture(entry, call, args, kwargs)
@@ -79,7 +82,7 @@ class Replay:
         entry.static.copy_back(live, tape.written_inputs)
         try:
             entry.prefer(tape)
-            self._on.pool.touch(tape.generation)
+            self._target.pool.touch(tape.generation)
             compares = entry.proof.compares(tape)
         except Exception as error:  # the answer is there all the same
             entry.block(self._fallback.own_error(error))
@@ -92,7 +95,7 @@ class Replay:
         gate = entry.proof.gate
         if gate is None or gate.decided:
             return run()
-        timer = self._on.pool.device.timer()
+        timer = self._target.pool.device.timer()
         timer.start()
         out = run()
         timer.stop()
@@ -112,8 +115,8 @@ class Replay:
                 entry.broken += 1
             if entry.broken >= MAX_ATTEMPTS:
                 entry.block(reason)
-            self._on.pool.sweep()
-        if self._on.config.on_failure == "raise":
+            self._target.pool.sweep()
+        if self._target.config.on_failure == "raise":
             entry.counts.eager[reason] += 1
             raise error
         return self._fallback(entry, reason, args, kwargs)

@@ -19,9 +19,9 @@ from dit_graph.memory.recent import RecentCalls
 from dit_graph.runner.entry import Decision, Entries, Entry
 from dit_graph.runner.fallback import Fallback
 from dit_graph.runner.proof import Gate, Proof
-from dit_graph.runner.record import Recording
-from dit_graph.runner.replay import Replay
-from dit_graph.runner.target import Graphed
+from dit_graph.runner.record import CaptureAction
+from dit_graph.runner.replay import ReplayAction
+from dit_graph.runner.target import Target
 from dit_graph.state.blockers import mode_around
 
 log = logging.getLogger("dit_graph")
@@ -31,32 +31,32 @@ INSIDE = "part of a recording around it"
 class Runner:
     """Answers the calls of one module: key, decision, one of four actions."""
 
-    def __init__(self, on: Graphed) -> None:
-        self.on = on
+    def __init__(self, target: Target) -> None:
+        self.target = target
         self.warming = False
         self.closed = False
-        self._backend = backend_named(on.config.backend)
+        self._backend = backend_named(target.config.backend)
         # torch imports it for the first dispatch mode, which would be inside of a capture
         importlib.import_module("torch._dynamo")
         self._varying = VaryingValues()
         self._recent = RecentCalls()
-        self._fallback = Fallback(on)
-        self._recording = recording = Recording(on, self._fallback)
+        self._fallback = Fallback(target)
+        self._recording = recording = CaptureAction(target, self._fallback)
         self._actions: dict[str, Callable[..., Any]] = {
             "cold": recording.cold,
             "capture": recording.capture,
-            "replay": Replay(on, self._fallback, recording),
+            "replay": ReplayAction(target, self._fallback, recording),
         }
-        extra = on.config.extra_key
-        self._extra_key = None if extra is None else functools.partial(extra, on.module)
+        extra = target.config.extra_key
+        self._extra_key = None if extra is None else functools.partial(extra, target.module)
 
     @property
     def pool(self) -> Pool:
-        return self.on.pool
+        return self.target.pool
 
     @property
     def entries(self) -> Entries:
-        return self.on.entries
+        return self.target.entries
 
     @property
     def unmatched(self) -> set[str]:
@@ -78,7 +78,7 @@ class Runner:
             return self.refuse(reason, plain, expected=reason == INSIDE)
         entry: Entry | None = None
         with self.pool.lock:
-            self.on.tally.calls += 1
+            self.target.tally.calls += 1
             if self.pool.busy:  # the lock lets its own thread in; two replays must not interleave
                 self._fallback.say(self.refused, "called inside another call")
                 return self._plain(args, kwargs)
@@ -86,7 +86,7 @@ class Runner:
                 self.refused["disabled"] += 1
                 return self._plain(args, kwargs)
             try:
-                call = self.on.signature.bind(args, kwargs, self._extra_key)
+                call = self.target.signature.bind(args, kwargs, self._extra_key)
                 entry, decision = self._decide(call)
                 self._recent.note(entry, decision.action == "replay")
             except Unkeyable as error:
@@ -116,7 +116,7 @@ class Runner:
         `expected`: it is meant to be eager, so that it is neither logged nor an error.
         """
         with self.pool.lock:
-            self.on.tally.calls += 1
+            self.target.tally.calls += 1
             if expected:
                 self.refused[reason] += 1
             else:
@@ -124,8 +124,8 @@ class Runner:
         return run()
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
-        with breaks.live(self.on.signature.arguments(args, kwargs)):
-            return self.on.original(*args, **kwargs)
+        with breaks.live(self.target.signature.arguments(args, kwargs)):
+            return self.target.original(*args, **kwargs)
 
     def close(self) -> None:
         """No recording is made or used after this."""
@@ -138,11 +138,11 @@ class Runner:
         self.pool.tick()
         if not self._backend.records:
             return None, Decision("eager", f"backend {self._backend.name}")
-        if change := self.on.state.changed():
+        if change := self.target.state.changed():
             self._invalidate(change)
-        if self.on.state.blocker:
-            return None, Decision("eager", self.on.state.blocker)
-        if torch.is_grad_enabled() and self.on.state.needs_grad(call.tensors):
+        if self.target.state.blocker:
+            return None, Decision("eager", self.target.state.blocker)
+        if torch.is_grad_enabled() and self.target.state.needs_grad(call.tensors):
             return None, Decision("eager", "gradients are needed; call it under torch.no_grad()")
         entry = self.entries.get(call.key)
         if entry is not None and entry.tapes:
@@ -153,12 +153,12 @@ class Runner:
         if varies := self._varying.varying(call):
             return entry, Decision("eager", varies)
         if entry is None:
-            if self.on.config.on_new_shape != "capture" and not self.warming:
+            if self.target.config.on_new_shape != "capture" and not self.warming:
                 return None, self._new_shape(call.key)
             entry = self.entries.new(call.key, self._new_proof())
             if entry.differs:
-                log.info("dit_graph: %s: new signature: %s", self.on.name, entry.differs)
-        if entry.decide().action != "eager" and (change := self.on.state.changed_since()):
+                log.info("dit_graph: %s: new signature: %s", self.target.name, entry.differs)
+        if entry.decide().action != "eager" and (change := self.target.state.changed_since()):
             self._invalidate(change)
         decision = entry.decide()
         entry.goes_by(decision)
@@ -168,23 +168,25 @@ class Runner:
         return entry, Decision("eager", reason) if reason else decision
 
     def _new_proof(self) -> Proof:
-        times = self.on.config.gate == "measure" and self.on.config.verify != "always"
+        times = self.target.config.gate == "measure" and self.target.config.verify != "always"
         times = times and self.pool.device.time_counts
-        return Proof(self.on.config.verify, Gate(self.on.config.min_gain) if times else None)
+        return Proof(
+            self.target.config.verify, Gate(self.target.config.min_gain) if times else None
+        )
 
     def _new_shape(self, key: GraphKey) -> Decision:
         differs = self.entries.miss(key)
         reason = f"not warmed up: {key.describe()}{differs and f' ({differs})'}"
-        if self.on.config.on_new_shape == "error":
+        if self.target.config.on_new_shape == "error":
             self.refused[reason] += 1
             known = ", ".join(e.label for e in self.entries.values()) or "none"
-            raise NewShape(f"{self.on.name}: {reason}; warmed up: {known}")
+            raise NewShape(f"{self.target.name}: {reason}; warmed up: {known}")
         return Decision("eager", reason)
 
     def _invalidate(self, change: str) -> None:
         recorded = any(entry.tapes for entry in self.entries.values())
         level = logging.WARNING if recorded else logging.DEBUG
-        log.log(level, "dit_graph: %s: %s changed; recording again", self.on.name, change)
-        self.entries.retire(unblock=not self.on.state.wrote(change))
+        log.log(level, "dit_graph: %s: %s changed; recording again", self.target.name, change)
+        self.entries.retire(unblock=not self.target.state.wrote(change))
         self._recent.clear()
         self.pool.sweep()

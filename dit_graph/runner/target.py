@@ -1,4 +1,7 @@
-"""What every action on the calls of one module needs to know. Does nothing itself."""
+"""One module whose forward is recorded, and all that the actions on its calls share.
+
+Does nothing by itself.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +18,8 @@ from dit_graph.state.watcher import ModuleWatcher
 
 
 @dataclass(eq=False)
-class Graphed:
-    """One module under dit_graph.
+class Target:
+    """A module whose calls are recorded and replayed.
 
     Args:
         module: whose forward it is.
@@ -40,15 +43,19 @@ class Graphed:
         self.eager = self.original
         self.generators = self.pool.device.generators()
         self.stays_out: set[Any] = set()  # operations that could not be captured: breaks
-        self.talks = False  # a collective was met: no process may run the forward twice
+        self.has_collectives = False  # a collective was met: no process may run the forward twice
 
     @property
     def runs_once(self) -> bool:
-        """Whether an eager call must not be tried again: it writes what no recording knows of."""
+        """Whether an eager call must not be made a second time.
+
+        In prefill the eager answer is the caller's own call, which writes the caller's cache: no
+        recording knows what it has written when it fails half-way.
+        """
         return self.eager != self.original
 
     def seeds(self) -> list[torch.Tensor]:
-        """Where the default generators stand."""
+        """The states of the default generators, for `reseed`."""
         return [generator.get_state() for generator in self.generators]
 
     def reseed(self, states: list[torch.Tensor]) -> None:

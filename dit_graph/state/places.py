@@ -145,8 +145,11 @@ def _same_array(now: Any, before: Any) -> bool:
 
 
 def _idle(key: Any, value: Any) -> bool:
-    """What appears by being looked for, or by saving: a model's empty hook registry, a class's
-    annotations, the names that a config is saved with."""
+    """Whether a new member changes nothing that a forward does.
+
+    Libraries add some when they only look for them or save a model: an empty hook registry, a
+    class's annotations, the names that a config is saved with.
+    """
     if isinstance(value, imported(HOOKS)):
         return not value.hooks
     return isinstance(key, str) and (key.startswith("__annot") or key in _ADDED)

@@ -28,7 +28,7 @@ _FOREIGN = {
 _LIBRARIES = {"torch", "numpy", "dit_graph"} | sys.stdlib_module_names
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _INTERNALS = frozenset(vars(torch.nn.Module()))
-_NOT_IN_A_FORWARD = {  # hooks that no call without gradients runs, and how others are called
+_NOT_IN_A_FORWARD = {  # hooks of gradients and of saving, and notes on how to call other hooks
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
@@ -90,7 +90,7 @@ class Walk:
         return self._object
 
     def _class(self, path: str, value: Any, plain: bool) -> None:
-        self._seen.discard(id(value))  # `_classes` asks
+        self._seen.discard(id(value))  # `_classes` itself skips what was seen
         self._classes(value)
 
     def _tensor(self, path: str, value: Any, plain: bool) -> None:

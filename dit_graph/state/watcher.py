@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 from dit_graph.state.blockers import blocker, global_hook, needs_grad, parallel
 from dit_graph.state.fingerprint import Fingerprint
 
-_UNSTEADY = 3  # comparisons in a row that found a change: no setting, but something that runs along
+_UNSTEADY = 3  # more comparisons in a row than this find a change: nobody sets that by hand
 
 
 class ModuleWatcher:

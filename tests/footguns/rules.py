@@ -9,33 +9,26 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph import (
-    blockers,
-    breaks,
-    calls,
-    capture,
-    entry,
-    homes,
-    key,
-    misses,
-    modulewatch,
-    places,
-    tape,
-)
+from dit_graph import breaks
 from dit_graph.backends import breakable
+from dit_graph.call import key, misses
 from dit_graph.call.key import Call, GraphKey, Signature
+from dit_graph.capture import calls, capture, homes
 from dit_graph.capture.capture import Capture
 from dit_graph.capture.kinds import Kind, Known
 from dit_graph.devices.recorder import Arena, weak
 from dit_graph.enable import Install
 from dit_graph.memory.pool import Pool
 from dit_graph.modes.denoise import TimestepsSlot
+from dit_graph.runner import entry
 from dit_graph.runner.entry import Decision, Entries, Entry
-from dit_graph.runner.record import Recording
-from dit_graph.runner.replay import Replay
+from dit_graph.runner.record import CaptureAction
+from dit_graph.runner.replay import ReplayAction
+from dit_graph.state import blockers, places, watcher
 from dit_graph.state.fingerprint import Fingerprint
 from dit_graph.state.walk import Walk
 from dit_graph.state.watcher import ModuleWatcher
+from dit_graph.tape import tape
 from dit_graph.tape.tape import Break, InputView, Undo
 from dit_graph.tape.trees import tensors_of
 
@@ -228,7 +221,7 @@ growth_unseen = replaced(Fingerprint, "_sizes_stayed", lambda self: True)
 bare_modules_are_seldom_compared = replaced(Install, "_pictures", lambda self: 0)
 nothing_is_compared = replaced(Fingerprint, "first_change", lambda self: None)
 nothing_is_retired = replaced(Entries, "retire", lambda self, unblock: None)
-own_writes_unseen = replaced(Recording, "_accept", lambda self, before: [])
+own_writes_unseen = replaced(CaptureAction, "_accept", lambda self, before: [])
 no_picture_begins = replaced(
     TimestepsSlot,
     "_begin",
@@ -250,7 +243,7 @@ def not_blocked_by(prefix: str) -> Switch:
             reason = blockers.blocker(*args)
             return None if reason and reason.startswith(prefix) else reason
 
-        patch.setattr(modulewatch, "blocker", blocker)
+        patch.setattr(watcher, "blocker", blocker)
 
     return switch
 
@@ -311,7 +304,7 @@ def replay_errors_come_out(patch: Patch) -> None:
     def broken(self: Any, entry: Any, error: Exception, args: Any, kwargs: Any) -> Any:
         raise error
 
-    patch.setattr(Replay, "_broken", broken)
+    patch.setattr(ReplayAction, "_broken", broken)
 
 
 def breaks_hide_what_they_make(patch: Patch) -> None:

@@ -21,7 +21,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
 import dit_graph
-from dit_graph.enable import _handles
+from dit_graph.handle import HANDLES
 from dit_graph.slot import Slot
 from tests.contract import Module, rows
 from tests.families import FAMILIES
@@ -44,7 +44,7 @@ def with_adapter(pipe: Any) -> Any:
 
 def spy(handle: Any) -> Any:
     """What its transformer was told of pictures since the last time, a value a call."""
-    state, told = handle.installs["transformer"].runner.on.state, []
+    state, told = handle.installs["transformer"].runner.target.state, []
     ask = state._pictures
     state._pictures = lambda: told.append(ask()) or told[-1]
 
@@ -377,7 +377,7 @@ def test_saving_a_model_changes_nothing_that_it_was_recorded_with(tmp_path: Any)
         assert torch.equal(draw(pipe), draw(eager))
     stats = handle.stats()
     assert stats["captures"] == 1 and stats["cold"] == 1 and not stats["eager"]
-    state = handle.installs["transformer"].runner.on.state
+    state = handle.installs["transformer"].runner.target.state
     assert state.known._identical(), "compared by identity again"
 
 
@@ -545,7 +545,7 @@ def test_disabling_twice_leaves_a_newer_handle_alone() -> None:
 def test_an_id_that_comes_again_finds_no_handle() -> None:
     pipe = flux_pipeline()
     first, other = dit_graph.enable(pipe, **OPTIONS), FluxPipeline.from_pipe(pipe)
-    _handles[id(other)] = first
+    HANDLES[id(other)] = first
     with pytest.raises(dit_graph.NotEnabled):
         dit_graph.disable(other)
     assert dit_graph.enable(other, **OPTIONS) is not first

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import dit_graph
-from dit_graph import prefill
+from dit_graph.cli import prefill
 from dit_graph.embedded import smollm2
 
 WORDS = ["<unk>", "<end>", *(f"w{n}" for n in range(62))]

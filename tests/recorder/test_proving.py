@@ -70,7 +70,7 @@ def test_the_gate_keeps_what_pays(
     text = f"replay {replay:.4g} ms vs eager {eager:.4g} ms"
     assert text in pair.handle.report()
     if wins:
-        assert pair.stats["eager"] == {dit_graph.replay.TIMED: 2} and pair.replays == 10
+        assert pair.stats["eager"] == {dit_graph.runner.replay.TIMED: 2} and pair.replays == 10
     else:
         assert entry.state == f"eager: {text}" and pair.stats["eager"][text] >= 6
         assert runner.pool.bytes == 0, "memory returns with the verdict"
@@ -112,7 +112,7 @@ def test_a_picture_is_right_while_the_gate_measures(clock: list[float]) -> None:
     handle = dit_graph.enable(pipe, **OPTIONS)
     for seed in range(2):
         assert torch.equal(draw(pipe, seed, steps=8), draw(eager, seed, steps=8))
-    assert handle.stats()["eager"].get(dit_graph.replay.TIMED, 0) >= 1
+    assert handle.stats()["eager"].get(dit_graph.runner.replay.TIMED, 0) >= 1
 
 
 def test_a_clear_gain_is_decided_at_once_after_a_comparison(
@@ -126,7 +126,7 @@ def test_a_clear_gain_is_decided_at_once_after_a_comparison(
     on_replay(pair)
     for i in range(12):
         pair(rows(i))
-    assert pair.stats["eager"] == {dit_graph.replay.TIMED: 1} and pair.replays == 11
+    assert pair.stats["eager"] == {dit_graph.runner.replay.TIMED: 1} and pair.replays == 11
 
 
 def test_always_verifying_does_not_time(machine: Machine, clock: list[float]) -> None:

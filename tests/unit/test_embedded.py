@@ -10,7 +10,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from dit_graph.embedded import ConceptEncoder, EmojiPipeline, UnknownConcept
-from dit_graph.embedded.pipeline import (
+from dit_graph.embedded.patches import (
     IN_CHANNELS,
     OUT_CHANNELS,
     pack,

@@ -334,9 +334,9 @@ def test_public_names() -> None:
 
 
 DOWNWARDS = (
-    "generate", "prefill", "bench", "cli", "embedded", "enable", "warmup", "install", "modes",
-    "explain", "runner", "backends", "memory", "capture", "config", "state", "devices", "call",
-    "tape", "slot", "breaks", "errors",
+    "generate", "prefill", "bench", "cli", "embedded", "enable", "handle", "warmup", "install",
+    "modes", "explain", "runner", "backends", "memory", "capture", "config", "state", "devices",
+    "call", "tape", "slot", "breaks", "errors",
 )  # fmt: skip
 """The folders and files of the package; each imports what stands after it."""
 
@@ -379,3 +379,19 @@ def test_only_one_file_names_the_graph() -> None:
     package = Path(dit_graph.__file__).parent
     naming = [f.name for f in package.rglob("*.py") if "CUDAGraph" in f.read_text()]
     assert naming == ["cuda.py"]
+
+
+LOOKS_AT_CUDA = {"devices", "bench", "cli", "embedded", "explain"}  # what commands run on, and sync
+NAMES_OF_SEEDING = {"capture/compiled.py"}  # where torch's seeding functions lie
+
+
+def test_devices_own_what_is_cudas() -> None:
+    package = Path(dit_graph.__file__).parent
+    found = set()
+    for file in package.rglob("*.py"):
+        place = file.relative_to(package)
+        names = {ast.unparse(n) for n in ast.walk(ast.parse(file.read_text()))
+                 if isinstance(n, ast.Attribute)}  # fmt: skip
+        if "torch.cuda" in names and place.parts[0] not in LOOKS_AT_CUDA:
+            found.add(place.as_posix())
+    assert found == NAMES_OF_SEEDING

@@ -9,7 +9,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,22 +24,16 @@ from dit_graph.devices.base import is_out_of_memory
 from dit_graph.errors import CaptureError, DeviceFailed, NewShape, NotReplayed
 from dit_graph.modes.prefill import live
 from dit_graph.modes.prefill.apart import apart, cache_of, counting_mask, tokens_in
-from dit_graph.modes.prefill.bodies import names_in, takes_masks_by_layer
+from dit_graph.modes.prefill.bodies import takes_masks_by_layer
+from dit_graph.modes.prefill.eligible import ALL_LAYERS, DECODE, Eligible
 from dit_graph.modes.prefill.live import CacheStandIn, LiveCall, mask_of, padded, padded_mask
 from dit_graph.runner.runner import INSIDE
 
 log = logging.getLogger("dit_graph")
-_ALL = "output_hidden_states"
-DECODE = "a decode step: one token"
-_KNOWN = {
-    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values",
-    "use_cache", _ALL,
-}  # fmt: skip
 _MAKE_MASKS: Any = masking_utils.create_masks_for_generate
 _MASKS_CACHE = (
     "cache" if "cache" in inspect.signature(_MAKE_MASKS).parameters else "past_key_values"
 )
-_PLAIN = {"output_attentions": False, "output_router_logits": False, "return_dict": True}
 
 
 def _of_text(positions: torch.Tensor) -> torch.Tensor | None:
@@ -68,15 +62,14 @@ class Prefill:
     ) -> None:
         self._body = body
         self._original = original
-        self._buckets = buckets
         self._in_graph = backend == "full"
+        self._eligible = Eligible(body, buckets, self._in_graph)
         self._signature = inspect.signature(types.MethodType(type(body).forward, body))
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
         self._out: type | None = None
         self._proven: set[Any] = set()  # kinds of calls that came near the plain forward
         self._wrong = ""  # why this body is not padded after all
         self._masks_by_layer = takes_masks_by_layer(body)
-        self._positions_from_mask = "cumsum" in names_in(body)
         self.runner: Any = None  # of `padded_forward`
 
     # ---- the call as the caller makes it
@@ -101,10 +94,10 @@ class Prefill:
         cache = given.get(self._cache_name, given.get("past_key_values"))
         # at most once, and where it is needed: a static cache has it on the device
         past = functools.cache(functools.partial(tokens_in, cache))
-        length, reason = self._length(given, tokens, cache, past)
+        length, reason = self._eligible.length(given, tokens, cache, past)
         if reason := reason or self._wrong:
             return reason
-        uses_cache = self._uses_cache(given)
+        uses_cache = self._eligible.uses_cache(given)
         if uses_cache and cache is None:
             cache = DynamicCache(config=self._body.config)
         positions = given.get("position_ids")
@@ -114,7 +107,7 @@ class Prefill:
         masks = self._masks(given, tokens, cache, positions)
         kind = (
             length, tokens.shape[0], tokens.dim(), positions.dim(), cache is None,
-            "attention_mask" in given, _ALL in given,
+            "attention_mask" in given, ALL_LAYERS in given,
             tuple((name, mask is None) for name, mask in masks.items()),
             self._sees_all(tokens.shape[1], past), self._is_packed(given, past),
         )  # fmt: skip
@@ -161,7 +154,7 @@ class Prefill:
         if self._in_graph:
             stand_ins = [padded_mask(m, call.tokens, length, tokens) for m in live_masks]
         name = "input_ids" if "input_ids" in given else "inputs_embeds"
-        every_layer = {_ALL: True} if given.get(_ALL) else {}
+        every_layer = {ALL_LAYERS: True} if given.get(ALL_LAYERS) else {}
         with live.live(call):
             out = self.runner(
                 **{name: padded(tokens, 1, length)},
@@ -224,48 +217,6 @@ class Prefill:
             log.warning("dit_graph: %s is not padded: %s", type(self._body).__name__, wrong)
         self._proven.add(kind)
         return out
-
-    def _length(
-        self, given: dict[str, Any], tokens: Any, cache: Any, past: Callable[[], int]
-    ) -> tuple[int, str]:
-        """The bucket of a call, or why it stays eager."""
-        if not isinstance(tokens, torch.Tensor) or {"input_ids", "inputs_embeds"} <= given.keys():
-            return 0, "neither input_ids nor inputs_embeds, or both"  # the model's own error
-        if self._body.training:
-            return 0, "the model is in training mode"
-        for name, value in given.items():
-            if name not in _KNOWN and value is not _PLAIN.get(name):
-                return 0, f"argument {name} is given"
-            if name in (_ALL, "use_cache") and type(value) is not bool:  # some name layers by it
-                return 0, f"argument {name} is a {type(value).__name__}"
-        config = self._body.config
-        for name in ("output_attentions", "output_router_logits", _ALL):
-            if getattr(config, name, False) and given.get(name) is not False:
-                return 0, f"the config has {name}=True"
-        if getattr(config, "return_dict", True) is False:
-            return 0, "the config has return_dict=False"
-        if "position_ids" not in given and self._positions_from_mask:
-            return 0, "it takes positions from the mask; give position_ids"
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self._body.parameters()):
-            return 0, "gradients are needed; call it under torch.no_grad()"
-        if tokens.shape[1] == 1:
-            return 0, DECODE
-        positions, mask = given.get("position_ids"), counting_mask(given)
-        if positions is not None and positions.shape[-1] != tokens.shape[1]:
-            return 0, "position_ids are not as many as the tokens"
-        if mask is not None and mask.shape[1] < past() + tokens.shape[1]:
-            return 0, "attention_mask is shorter than the tokens and those in the cache"
-        if self._in_graph and past():
-            return 0, 'tokens are in the cache already; backend "full" records a first chunk'
-        attention = live.name_of(self._body.config)
-        if self._in_graph and attention not in ("sdpa", "eager"):
-            return 0, f"backend full cannot pad {attention} attention"
-        if cache is not None and not self._uses_cache(given):
-            return 0, "a cache is given and use_cache is False"
-        return self._buckets.find(tokens.shape[1])
-
-    def _uses_cache(self, given: dict[str, Any]) -> bool:
-        return bool(given.get("use_cache", getattr(self._body.config, "use_cache", True)))
 
     def _masks(
         self, given: dict[str, Any], tokens: torch.Tensor, cache: Any, positions: torch.Tensor
@@ -343,13 +294,3 @@ class Prefill:
         for name, block in self._body.named_modules():
             if isinstance(getattr(block, "experts", None), torch.nn.Module):
                 yield name, block
-
-
-def warm_buckets(body: Any, sizes: Sequence[int], batch: int) -> None:
-    """Two calls of each size, largest first, with a cache of its own each."""
-    weight = body.get_input_embeddings().weight
-    with torch.no_grad():
-        for length in sorted(sizes, reverse=True):
-            tokens = torch.zeros(batch, length, dtype=torch.long, device=weight.device)
-            for _ in range(2):
-                body(input_ids=tokens, use_cache=True)
