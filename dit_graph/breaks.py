@@ -93,7 +93,7 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
     were at capture: state that changes between calls is read from `current_call()`. The memory of
     tensor arguments is the recording's, which writes it anew and frees it: clone what is kept. A
     replay runs the function under the caller's modes (autocast and the like); a forward that sets
-    others around it is eager by name. Inside compiled code it is a plain function and compiled with
+    others around it is eager. Inside compiled code it is a plain function and compiled with
     the rest. Usable bare or with options.
 
     Args:

@@ -45,7 +45,7 @@ class GraphConfig:
             that is part of another recording is allowed too. `DIT_GRAPH_DISABLE` wins over it.
         verify: `"first"` compares a recording when it is made, and its first replay, with an eager
             call on the same inputs, bit for bit, `"always"` every replay; the answer is eager's.
-            Where they differ the signature is eager, by name. A recording that writes into what
+            Where they differ the signature is eager from then on. A recording that writes into what
             outlives the call, or has a marked break with side effects, is not compared.
         gate: `"measure"` times replays against eager calls with the device's clock and makes a
             signature eager whose replay does not win by `min_gain`; `"always"` replays regardless,

@@ -1,4 +1,4 @@
-"""`python -m dit_graph.generate`."""
+"""Runs `python -m dit_graph.generate`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m dit_graph.prefill`."""
+"""Runs `python -m dit_graph.prefill`."""
 
 import sys
 

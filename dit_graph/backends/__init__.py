@@ -1,4 +1,4 @@
-"""Backends by name."""
+"""Finds a backend by its name."""
 
 from dit_graph.backends.base import Backend
 from dit_graph.backends.breakable import Breakable

@@ -1,4 +1,4 @@
-"""Segments with eager breaks between them: the default."""
+"""The default backend records segments with eager breaks between them."""
 
 import fnmatch
 import threading
@@ -28,41 +28,30 @@ class Breakable(Backend):
     name = "breakable"
 
     def record(
-        self,
-        capture: Capture,
-        module: torch.nn.Module,
-        forward: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        config: GraphConfig,
-    ) -> Any:
+        self, capture: Capture, module: torch.nn.Module, forward: Callable[..., Any],
+        args: list[Any], kwargs: dict[str, Any], config: GraphConfig,
+    ) -> Any:  # fmt: skip
         with prepared(module, capture, config.breaks), capture.recording():
             return forward(*args, **kwargs)
 
 
-_CAPTURING = threading.Lock()  # what is put in place for a capture is seen by every thread
+_CAPTURING = threading.Lock()  # Every thread sees what a capture puts in place.
 
 
 @contextmanager
 def prepared(
     module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
 ) -> Iterator[None]:
-    """For one capture: submodules that match a pattern are breaks, compiled code is opaque."""
+    """Make submodules that match a pattern breaks, and compiled code opaque, for one capture."""
     with _CAPTURING:
-        yield from _prepared(module, capture, patterns)
-
-
-def _prepared(
-    module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
-) -> Iterator[None]:
-    changes = [*_changes(module, capture, patterns), *unwatched()]
-    capture.originals = originals(changes)
-    with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
-        yield
+        changes = [*_changes(module, capture, patterns), *unwatched()]
+        capture.originals = originals(changes)
+        with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
+            yield
 
 
 def _changes(module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]) -> Changes:
-    """What makes compiled code opaque, and breaks of the submodules that match a pattern."""
+    """List what makes compiled code opaque, and breaks of submodules that match a pattern."""
     changes = {(id(s), n): (s, n, _opaque(s[n])) for s, n in compiled_places(module)}
     for path, child in module.named_modules():
         pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
@@ -76,7 +65,7 @@ def _changes(module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...
 
 
 def _break(capture: Capture, path: str, pattern: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    # pure: cold calls and the gate run this forward whole, side effects included
+    # It is pure: cold calls and the gate run this forward whole, side effects included.
     stays_eager = eager_on_graph(pure=True, reason=f"{path} ({pattern!r})")(fn)
     capture.placed.add(pattern)
 
@@ -90,7 +79,7 @@ def _break(capture: Capture, path: str, pattern: str, fn: Callable[..., Any]) ->
 
 def _opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if local.capture is None:  # another thread, or a replayed break
+        if local.capture is None:  # It is another thread, or a replayed break.
             return fn(*args, **kwargs)
         return call_opaque(local.capture, fn, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""The whole call is one break: the same buffers and replay path, and no graph."""
+"""The whole call is one break, with the same buffers and replay path, but no graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,9 @@ class Debug(Backend):
     name = "debug"
 
     def record(
-        self,
-        capture: Capture,
-        module: torch.nn.Module,
-        forward: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        config: GraphConfig,
-    ) -> Any:
+        self, capture: Capture, module: torch.nn.Module, forward: Callable[..., Any],
+        args: list[Any], kwargs: dict[str, Any], config: GraphConfig,
+    ) -> Any:  # fmt: skip
         def run() -> Any:
             capture.effects.expect_writes()
             return forward(*args, **kwargs)

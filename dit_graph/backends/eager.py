@@ -1,4 +1,4 @@
-"""Never records."""
+"""This backend never records: every call is eager."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,7 @@ class Eager(Backend):
     records = False
 
     def record(
-        self,
-        capture: Capture,
-        module: torch.nn.Module,
-        forward: Callable[..., Any],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        config: GraphConfig,
-    ) -> Any:
+        self, capture: Capture, module: torch.nn.Module, forward: Callable[..., Any],
+        args: list[Any], kwargs: dict[str, Any], config: GraphConfig,
+    ) -> Any:  # fmt: skip
         raise AssertionError("the eager backend records nothing")

@@ -1,4 +1,4 @@
-"""`python -m dit_graph.bench`."""
+"""Runs `python -m dit_graph.bench`."""
 
 import sys
 

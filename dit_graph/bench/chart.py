@@ -1,4 +1,4 @@
-"""A record as a chart: time a step by scenario, one bar a variant; and gain against tokens."""
+"""Draws a record: the time of a step, a bar for each variant, and gain against tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from dit_graph.explain.plot import empty_figure
 
 _COLOURS = ("#8c8c8c", "#2a6fbb", "#e07b00", "#6a994e", "#9b5de5", "#c1121f")
 _LITTLE = 1.05
-"""A gain below it is shown as next to none."""
+"""A gain below this is shown as next to none."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -47,7 +47,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breakable") -> None:
-    """Gain over eager against image tokens, a line for each model, batch and steps, as a PNG.
+    """Draw gain over eager against image tokens, a line for each model, batch and steps, as a PNG.
 
     Args:
         results: records of runs; rows of other modes and of unknown token counts are left out.
@@ -55,14 +55,7 @@ def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breaka
     Raises:
         ConfigError: matplotlib is not installed, or no row is left.
     """
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for result in results:
-        eager = {r["scenario"]: r["time_s"] for r in result["rows"] if r["mode"] == "eager"}
-        for row in result["rows"]:
-            if row["mode"] == mode and row["tokens"] and row["scenario"] in eager:
-                point = row["tokens"], eager[row["scenario"]] / row["time_s"]
-                name, _, *rest = row["scenario"].split()  # all but the size
-                lines.setdefault(" ".join([name, *rest]), []).append(point)
+    lines = _lines(results, mode)
     if not lines:
         raise ConfigError(f"no row of {mode} with a token count to draw")
     figure = empty_figure()
@@ -70,7 +63,7 @@ def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breaka
     axes = figure.add_subplot()
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    calls = {name.partition(" ")[2] for name in lines}  # batch and steps
+    calls = {name.partition(" ")[2] for name in lines}  # These are the batch and the steps.
     for name, points in lines.items():
         label = name if len(calls) > 1 else name.split()[0]
         axes.plot(*zip(*sorted(points)), marker="o", label=label)
@@ -90,3 +83,16 @@ def crossover(results: Sequence[dict[str, Any]], path: Path, mode: str = "breaka
     axes.set_title(", ".join([*sorted(machines), *sorted(calls)]), fontsize=9)
     axes.legend(fontsize=8)
     figure.savefig(path, format="png", dpi=110)
+
+
+def _lines(results: Sequence[dict[str, Any]], mode: str) -> dict[str, list[tuple[int, float]]]:
+    """Collect the points (tokens, gain) of each line of `crossover` by its name."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for result in results:
+        eager = {r["scenario"]: r["time_s"] for r in result["rows"] if r["mode"] == "eager"}
+        for row in result["rows"]:
+            if row["mode"] == mode and row["tokens"] and row["scenario"] in eager:
+                point = row["tokens"], eager[row["scenario"]] / row["time_s"]
+                name, _, *rest = row["scenario"].split()  # The size is what a line runs over.
+                lines.setdefault(" ".join([name, *rest]), []).append(point)
+    return lines

@@ -1,6 +1,6 @@
-"""Times of variants that take turns in one process, what the device did meanwhile, and equality.
+"""Times variants that take turns in one process, and compares their results.
 
-Host and device clock both: an eager model is bound by the host, and a replay is not.
+The clocks of host and device both count: an eager model is bound by the host, a replay is not.
 """
 
 import math
@@ -15,15 +15,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 from dit_graph.bench.variants import Call, Front
+from dit_graph.runner import proof
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 SETTLING = 6
-"""Calls of a module until it replays for good: cold, recorded, compared, and those of the gate."""
+"""A module replays for good after so many calls: cold, recorded, compared, and the gate's own."""
 
 
 @dataclass
 class Times:
-    """Of one variant, in seconds a call: wall clock, and between two events on the device.
+    """One variant took these seconds a call, by the wall clock and between events on the device.
 
     `warm` are the wall clocks of the calls before those that count; `made` is what it took to
     enable or compile the model. `peak` is the most bytes that torch had allocated on the device
@@ -39,7 +40,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Activity:
-    """What one call did on the device: seconds in which it ran kernels, and counts."""
+    """One call kept the device `busy` with kernels for so many seconds, and launched so many."""
 
     busy: float
     kernels: int
@@ -48,8 +49,10 @@ class Activity:
 
 @dataclass(frozen=True)
 class Apart:
-    """Of two results: the same bits or not, and the largest difference as a share of the largest
-    expected value, None where it is no number."""
+    """Two results have the same bits or not, and `most` is their largest difference.
+
+    It is a share of the largest expected value, or None where it is no number.
+    """
 
     equal: bool
     most: float | None
@@ -57,7 +60,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one scenario, by variant: times, how its result differs from the first one's, and why it
+    """One scenario gave, by variant, times, how far its result is from the first one's, and why it
     failed, here or in another process. `finite` is about the first one's result."""
 
     times: dict[str, Times]
@@ -67,7 +70,7 @@ class Measured:
 
 
 class Clock:
-    """Times a call; on a CUDA device with it idle before and after."""
+    """Time a call; a CUDA device is idle before it and after it, so that the call alone counts."""
 
     def __init__(self, on: torch.device) -> None:
         self.on = on
@@ -78,7 +81,7 @@ class Clock:
             torch.cuda.synchronize(self.on)
 
     def __call__(self, run: Callable[[], Any]) -> tuple[Any, float, float | None]:
-        """Its result, the wall clock's seconds, and the device's, None without one."""
+        """Give its result, the wall clock's seconds, and the device's, None without one."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
         self.wait()
         if self.cuda:
@@ -117,7 +120,7 @@ def measured(
             meet(None)
             if (taken := runs(front)) is not None:
                 runs.times[front.variant].warm.append(taken[0])
-    del runs.times[fronts[0].variant].warm[:1]  # what it set up on the device serves all
+    del runs.times[fronts[0].variant].warm[:1]  # What it set up on the device serves all.
     for turn in range(rounds):
         for front in fronts if turn % 2 == 0 else fronts[::-1]:
             meet(None)
@@ -137,17 +140,17 @@ def measured(
 
 @dataclass
 class _Runs:
-    """The calls of one scenario's variants in this process; one that failed is not called again."""
+    """Call one scenario's variants in this process, none again that has failed."""
 
     call: Call
     clock: Clock
     times: dict[str, Times]
     outs: dict[str, list[Any]] = field(default_factory=dict)
-    """The last two results of each: two calls in a row draw different things."""
+    """Two results of each are kept, because two calls in a row draw different things."""
     failed: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, front: Front) -> tuple[float, float | None] | None:
-        """Seconds of one call on the wall clock and on the device's."""
+        """Give the seconds of one call on the wall clock and on the device's."""
         name = front.variant
         if name in self.failed:
             return None
@@ -157,9 +160,10 @@ class _Runs:
             if self.clock.cuda:
                 peak = torch.cuda.max_memory_allocated(self.clock.on)
                 self.times[name].peak = max(self.times[name].peak or 0, peak)
-            out = pytree.tree_map(torch.clone, out)  # a compiled model's next call overwrites it
+            # A compiled model's next call would overwrite it.
+            out = pytree.tree_map(torch.clone, out)
             self.outs[name] = [*self.outs.get(name, [])[-1:], out]
-        except Exception as error:  # a compiler may fail on a model; the others go on
+        except Exception as error:  # A compiler may fail; others go on.
             text = " ".join(str(error).split())[:300]
             self.failed[name] = f"failed: {type(error).__name__}: {text}"
             return None
@@ -167,21 +171,17 @@ class _Runs:
 
 
 def difference(out: Any, expected: Any) -> Apart:
-    """Whether a result has the expected bits, and how far it is from them."""
-    pairs = list(zip(pytree.tree_leaves(out), pytree.tree_leaves(expected), strict=True))
-    equal, most = all(torch.equal(_bits(a), _bits(b)) for a, b in pairs), 0.0
+    """Say whether a result has the expected bits, as `verify` has it, and how far it is off."""
+    equal, most = not proof.difference(out, expected), 0.0
+    pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(expected), strict=True)
     for a, b in () if equal else pairs:
         apart = float((a.double() - b.double()).abs().max() / b.double().abs().max())
         most = max(most, math.inf if math.isnan(apart) else apart)
     return Apart(equal, most if math.isfinite(most) else None)
 
 
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def first_and_set_up(made: float, warm: Sequence[float], later: float) -> tuple[float, float]:
-    """Seconds until the first call's result is there, and of set-up.
+    """Give the seconds until the first call's result is there, and those of set-up.
 
     The first is read from the clock. Set-up is what the first calls took more than later ones:
     enabling or compiling, and the cold, the recorded, the compared and the timed call. Being a
@@ -191,17 +191,17 @@ def first_and_set_up(made: float, warm: Sequence[float], later: float) -> tuple[
 
 
 def finite(out: Any) -> bool:
-    """Whether a result is numbers throughout, and not all the same one."""
+    """Say whether a result is numbers throughout, and not all the same one."""
     leaves = [t.float() for t in pytree.tree_leaves(out)]
     return all(bool(t.isfinite().all()) and float(t.std()) > 0 for t in leaves)
 
 
 def activity(front: Front, call: Call, clock: Clock) -> Activity | None:
-    """What one call does on the device, from the profiler; None without a device."""
+    """Ask the profiler what one call does on the device; give None without a device."""
     if not clock.cuda:
         return None
     clock.wait()
-    # calls of the runtime are included; without `acc_events` torch warns of what is no matter here
+    # Calls of the runtime are included. Without `acc_events` torch warns of what is no matter here.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         front.before_call()
         call(front)
@@ -217,7 +217,7 @@ def activity(front: Front, call: Call, clock: Clock) -> Activity | None:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans: kernels on two streams run at the same time."""
+    """Measure the union of spans, because kernels on two streams run at the same time."""
     total, end = 0.0, -math.inf
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
@@ -226,7 +226,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, interpolated between neighbours."""
+    """Find the value below which `share` of them lie, between neighbours by interpolation."""
     if len(values) == 1:
         return values[0]
     cuts = statistics.quantiles(values, n=100, method="inclusive")
@@ -234,7 +234,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def break_even(setup: float, steady: float, eager_setup: float, eager_steady: float) -> int | None:
-    """The picture from which on a variant has taken less time in all than eager.
+    """Find the picture from which on a variant has taken less time in all than eager.
 
     Args:
         setup, eager_setup: seconds that the first picture takes longer than later ones.

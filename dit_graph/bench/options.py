@@ -1,25 +1,32 @@
-"""The options of `python -m dit_graph.bench`; what is wrong on its face is a `UsageError`.
+"""Measure from the command line: `python -m dit_graph.bench`.
 
-Owns the command's `main` too; what is measured and how is in `dit_graph/bench/`.
+It owns the options; what is measured and how is in the files beside it.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-
+from dit_graph.bench.run import run
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
 from dit_graph.bench.variants import VARIANTS
-from dit_graph.cli import model, ranks
+from dit_graph.cli import files, model, ranks
 from dit_graph.cli.errors import UsageError, one_line
-from dit_graph.cli.options import Options, device_or, lines_of
-from dit_graph.cli.parser import Parser, Size, add_where, json_object, size, whole
+from dit_graph.cli.options import Options, lines_of, settle
+from dit_graph.cli.parser import (
+    Parser,
+    Size,
+    add_pipeline_kwargs,
+    add_prompt_file,
+    add_where,
+    size,
+    whole,
+)
 from dit_graph.errors import ConfigError
+from dit_graph.explain.plot import empty_figure
 
 WHATS = ("picture", "step", "prefill")
 _STEPS = 20
@@ -38,7 +45,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Options):
-    """What was asked for. `images` are pictures that each variant draws once it is warm."""
+    """`parse` makes these. Each variant draws `images` pictures once it is warm."""
 
     spelling: ClassVar[Mapping[str, str]] = {
         **Options.spelling, "height": "--sizes", "width": "--sizes", "prompt": "--prompt",
@@ -52,27 +59,21 @@ class BenchOptions(Options):
     images: int
     latent: bool
     set_up: str
+    output: Path
     chart: Path | None
     alone: str | None
     scenario: str | None
 
-    @property
-    def enable(self) -> dict[str, Any]:
-        """The options of `dit_graph.enable` that all variants share."""
-        return {"device": "recorder" if self.device == "recorder" else "auto"}
-
 
 def parser() -> Parser:
-    """The parser; what it refuses is a UsageError."""
+    """Make the parser; what it refuses is a UsageError."""
     built = Parser(
-        prog="python -m dit_graph.bench",
-        description="Time a model with and without graphs, in turns and in one process, compare "
+        "bench",
+        "Time a model with and without graphs, in turns and in one process, compare "
         "the bits, and say from which picture on it pays. Without --model the embedded one draws. "
         "Milliseconds a step are a picture's time over its steps. "
         "The last line of stdout is the record as one JSON object.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EXAMPLES,
     )
     _add_what(built.add_argument_group("what to time"))
     _add_how(built.add_argument_group("how"))
@@ -92,13 +93,12 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     add("--tokens", type=_wholes, metavar="N[,N]",
         help="prompt lengths of prefill (default 16 to 2048)")  # fmt: skip
-    add("--batch", type=_wholes, default=(1,), metavar="N[,N]",
+    add("--batch", type=_wholes, default=(1,), dest="batches", metavar="N[,N]",
         help="pictures a call (default 1)")  # fmt: skip
     add("--steps", type=whole(1), default=_STEPS, metavar="N", help=f"(default {_STEPS})")
     add("--prompt", nargs="+", action="extend", default=[], metavar="PROMPT", help="what to draw")
-    add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line")
-    add("--pipeline-kwargs", type=json_object, default={}, metavar="JSON",
-        help="an object with more arguments of the pipeline's call")  # fmt: skip
+    add_prompt_file(group)
+    add_pipeline_kwargs(group)
     add("--latent", action="store_true", help="leave the VAE out: output_type=latent")
 
 
@@ -147,13 +147,13 @@ def _variants(text: str) -> tuple[str, ...]:
 
 
 def parse(argv: Sequence[str] | None) -> BenchOptions:
-    """The options of a command line.
+    """Read the options of a command line and check all that can be checked without the model.
 
     Raises:
         UsageError: an option has a value that cannot work, or two contradict each other.
     """
     given = parser().parse_args(argv)
-    device = device_or(given.device, "recorder")
+    settle(given, "recorder")
     prompts = [*given.prompt, *(lines_of(given.prompt_file) if given.prompt_file else [])]
     named = given.model in SHAPES or given.model in LANGUAGE_MODELS
     if prompts and (named or given.what == "prefill"):
@@ -166,25 +166,12 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
         raise UsageError("--sizes, --latent, --pipeline-kwargs are about pictures, not prefill")
     if given.chart is not None or given.output is not None:
         _check_results(given.chart, given.output)
-    options = BenchOptions(
+    options = BenchOptions.of(
+        given,
         prompts=tuple(prompts),
-        sizes=given.sizes,
-        steps=given.steps,
-        model=given.model,
-        dtype=given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
-        device=device,
-        output=given.output or Path(),
-        pipeline_kwargs=given.pipeline_kwargs,
-        what=given.what,
-        batches=given.batch,
         tokens=given.tokens or _TOKENS,
-        compare=given.compare,
-        images=given.images or (_IMAGES if device == "cuda" else _FEW),
-        latent=given.latent,
-        set_up=given.set_up,
-        chart=given.chart,
-        alone=given.alone,
-        scenario=given.scenario,
+        images=given.images or (_IMAGES if given.device == "cuda" else _FEW),
+        output=given.output or Path(),
     )
     if given.what != "prefill" and not named:
         model.check(options)
@@ -192,7 +179,7 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
 
 
 def _check_model(name: str | None, what: str) -> None:
-    """Whether a name can be meant, and is for what is to be timed."""
+    """Check that a name can be meant, and is for what is to be timed."""
     if name in SHAPES and what == "prefill":
         raise UsageError(f"--model {name}: draws pictures; leave --what prefill out")
     if name in LANGUAGE_MODELS and what != "prefill":
@@ -206,18 +193,14 @@ def _check_model(name: str | None, what: str) -> None:
 
 
 def _check_results(chart: Path | None, output: Path | None) -> None:
-    """Whether a chart can be drawn at all, and results go there."""
-    from dit_graph.explain.plot import empty_figure
-
+    """Check that a chart can be drawn at all, and that results can go there."""
     if chart is not None and chart.is_dir():
         raise UsageError(f"--chart {chart}: is a folder; give the name of a file")
     if chart is not None and chart.suffix.lower() != ".png":
         raise UsageError(f"--chart {chart}: is no .png file; give a name that ends in .png")
     for option, path in (("--chart", chart), ("--output", output)):
-        if path is not None and not (
-            path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
-        ):
-            raise UsageError(f"{option} {path}: nothing can be written in {path.parent}")
+        if path is not None:
+            files.check_writable(option, path, path.parent)
     try:
         empty_figure()
     except ConfigError as error:
@@ -232,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, 2 after an error that was told in one line, 130 when interrupted.
     """
-    from dit_graph.bench.run import run
+    return ranks.exit_code("bench", lambda processes: _run(argv, processes))
 
-    return ranks.exit_code("bench", lambda processes: run(argv, processes))
+
+def _run(argv: Sequence[str] | None, processes: ranks.Processes) -> None:
+    run(processes.together(lambda: parse(argv)), argv, processes)

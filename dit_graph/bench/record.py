@@ -1,4 +1,4 @@
-"""The machine and the software of a run, as its record has them."""
+"""Names the machine and the software of a run, without which its numbers say nothing."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _PACKAGES = ("diffusers", "transformers", "accelerate", "triton")
 
 
 def machine(on: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge the numbers; None where it cannot be known."""
+    """Tell what a reader needs to judge the numbers; what cannot be known is None."""
     cuda = on.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(on) if cuda else None,
@@ -50,7 +50,7 @@ def _driver() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that dit_graph runs from, with `+` where files differ from it."""
+    """Name the commit of the checkout that this runs from, with `+` where files differ from it."""
     here = str(Path(__file__).parent)
     sha = _said("git", "-C", here, "rev-parse", "--short=12", "HEAD")
     changed = sha and _said("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
@@ -58,7 +58,7 @@ def commit() -> str | None:
 
 
 def _said(*command: str) -> str | None:
-    """The first line that a program prints, None where it cannot be run or prints nothing."""
+    """Give the first line that a program prints; None where it cannot be run or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,13 @@
-"""The numbers of one variant in one scenario, and of several processes together.
+"""Makes a row of the numbers of one variant in one scenario, and one of several processes' rows.
 
 Names follow diffusers' own benchmark where they mean the same (`scenario`, `model_cls`,
 `num_params_B`, `time_s`, `mem_GB`, `github_sha`).
+
+A step's milliseconds are a call's over its steps, all else that it does included, and their
+percentiles are those of calls. `first_s` is the time to the first result, enabling or compiling
+included; `set_up_s` is what the first calls took more than later ones. `mem_GB` is what torch
+reserved in a fresh process, `allocated_GB` the most that it had allocated in this one while the
+variant ran, with the weights that all share.
 """
 
 from collections.abc import Sequence
@@ -18,25 +24,13 @@ def row(
     task: Task, made: Front, times: Times, did: Activity | None, apart: Apart,
     set_up: dict[str, Any] | None,
 ) -> Row:  # fmt: skip
-    """One variant's numbers; None where they were not measured.
+    """Make one variant's row; numbers that were not measured are None.
 
-    Args:
-        apart: from eager's result.
-        set_up: what a fresh process found; without it this one's first calls count.
-
-    A step's milliseconds are a call's over its steps, all else that it does included, and their
-    percentiles are those of calls. `first_s` is the time to the first result, enabling or
-    compiling included; `set_up_s` is what the first calls took more than later ones. `mem_GB` is
-    what torch reserved in a fresh process, `allocated_GB` the most that it had allocated in this
-    one while the variant ran, with the weights that all share.
+    `apart` is from eager's result. Without `set_up`, which a fresh process finds, the first calls
+    of this one count.
     """
     wall, steps = percentile(times.wall, 0.5), task.steps
-    if set_up is not None:
-        first, extra = set_up["first_s"], set_up["set_up_s"]
-    elif made.variant == EAGER:  # which has nothing to set up where the kernels are warm
-        first, extra = wall, 0.0
-    else:
-        first, extra = first_and_set_up(times.made, times.warm, wall)
+    first, extra = _first_and_extra(made, times, wall, set_up)
     return {
         "scenario": task.scenario,
         "model_cls": type(task.repeated).__name__,
@@ -68,8 +62,18 @@ def row(
     }
 
 
+def _first_and_extra(
+    made: Front, times: Times, wall: float, set_up: dict[str, Any] | None
+) -> tuple[float, float]:
+    if set_up is not None:
+        return set_up["first_s"], set_up["set_up_s"]
+    if made.variant == EAGER:  # With warm kernels it has nothing to set up.
+        return wall, 0.0
+    return first_and_set_up(times.made, times.warm, wall)
+
+
 def _graph_memory(made: Front, times: Times) -> float | None:
-    """MiB that the recordings hold on the device; None without recordings, or without a device."""
+    """Sum up the MiB of recordings on the device; None without recordings or without a device."""
     if made.handle is None or not times.device:
         return None
     runners = [install.runner for install in made.handle.installs.values()]
@@ -78,7 +82,7 @@ def _graph_memory(made: Front, times: Times) -> float | None:
 
 
 def unused(row: Row) -> str:
-    """That a row of graphs has replayed nothing, and why; empty where it has."""
+    """Say that a row of graphs has replayed nothing, and why; empty where it has."""
     stats = row["stats"]
     if stats is None or stats["replays"]:
         return ""
@@ -87,7 +91,7 @@ def unused(row: Row) -> str:
 
 
 def with_gain(rows: list[Row]) -> list[Row]:
-    """The rows with what each gains over eager of its scenario, and from which picture on it pays.
+    """Add to each row its gain over eager of its scenario, and from which picture on it pays.
 
     No gain without a device, on which alone it says anything. It pays "never" where later pictures
     take no less time; it is not known (None) where the two set-ups were not taken alike.
@@ -113,8 +117,11 @@ _LARGEST = (
 
 
 def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row a scenario and variant that every process measured: throughput adds up, of times and
-    bytes the largest stands; counts on the device are the first process's."""
+    """Make one row of each scenario and variant that every process measured.
+
+    Throughput adds up, and of times and bytes the largest stands, because all wait for the slowest;
+    counts on the device are the first process's.
+    """
     keys = [{(row["scenario"], row["mode"]) for row in rows} for rows in of_processes]
     common = set.intersection(*keys)
     found = []

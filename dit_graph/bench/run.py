@@ -1,4 +1,4 @@
-"""One run of the benchmark: every scenario with every variant, then the record.
+"""Runs the benchmark: every scenario with every variant, then the record.
 
 Set-up times come from fresh processes, because a kernel that one variant has warmed is warm for the
 next; everything else comes from one process, in turns, because the host's mood hits all alike.
@@ -11,21 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
 from dit_graph.bench.measure import Activity, Clock, activity, measured
-from dit_graph.bench.options import BenchOptions, parse
 from dit_graph.bench.rows import Row, merged, row, unused, with_gain
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import COMPILED, EAGER, Front, eager_first, front, impossible
-from dit_graph.cli.errors import UsageError, one_line, told
+from dit_graph.cli.errors import UsageError, one_line, told, writing
 from dit_graph.cli.ranks import Processes
 from dit_graph.errors import ConfigError, DitGraphError
+
+if TYPE_CHECKING:
+    from dit_graph.bench.options import BenchOptions
 
 _NO_DEVICE = (
     "no CUDA device: times are those of the CPU and say nothing about a GPU, so no gain and no "
@@ -36,16 +38,18 @@ _WARM = "set-up: in this process, its kernels warm, so that eager has none"
 
 @dataclass
 class _Share:
-    """What one process has measured, as the main one gets to know it."""
+    """The main process gets to know by this what one process has measured."""
 
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: str = ""
 
 
-def run(argv: Sequence[str] | None, processes: Processes) -> None:
-    """Measure, print the table, write what was asked for; the last line is the record as JSON."""
-    options = processes.together(lambda: parse(argv))
+def run(options: "BenchOptions", argv: Sequence[str] | None, processes: Processes) -> None:
+    """Measure, print the table, write what was asked for; the last line is the record as JSON.
+
+    `argv` is the command line that `options` come from, for the fresh processes.
+    """
     name = processes.device if options.device == "cuda" else "cpu"
     clock = Clock(torch.device(name if ":" in name or name == "cpu" else f"{name}:0"))
     if options.alone is not None:
@@ -55,7 +59,7 @@ def run(argv: Sequence[str] | None, processes: Processes) -> None:
     bench = _Bench(options, argv, clock, processes)
     try:
         share.failed = processes.failure(lambda: bench.run(share))
-    except BaseException as error:  # what is measured is told, whatever ends the rest
+    except BaseException as error:  # What is measured is told, whatever ends the rest.
         if processes.is_main and share.rows:
             _tell(bench.result([share], one_line(error)), options)
         raise
@@ -69,9 +73,9 @@ def run(argv: Sequence[str] | None, processes: Processes) -> None:
 
 @dataclass
 class _Bench:
-    """Measures in this process; `processes` take their turns together."""
+    """Measure in this process; `processes` take their turns together."""
 
-    options: BenchOptions
+    options: "BenchOptions"
     argv: Sequence[str] | None
     clock: Clock
     processes: Processes
@@ -89,11 +93,11 @@ class _Bench:
             if task.left_out:
                 share.notes.append(f"not run: {', '.join(task.left_out)}")
             self._scenario(task, [name for name in names if not why[name]], share)
-            if self.processes.count == 1:  # what is measured stays, should the run be killed
+            if self.processes.count == 1:  # A run that is killed leaves what it has.
                 _write(self.result([share], "the run has not ended"), options)
 
     def result(self, shares: Sequence[_Share], failed: str = "") -> dict[str, Any]:
-        """The record of all processes."""
+        """Put the record of all processes together."""
         notes = list(dict.fromkeys(note for share in shares for note in share.notes))
         return {
             "machine": self._machine, "options": _choices(self.options),
@@ -106,7 +110,7 @@ class _Bench:
         return record.machine(self.clock.on)
 
     def _scenario(self, task: Task, names: list[str], share: _Share) -> None:
-        """Every process does the same here, as often as the others: they wait for each other."""
+        """Measure one scenario, as often in every process, because they wait for each other."""
         fronts, failed = self._fronts(task, names)
         images = len(self.processes.mine(range(max(self.options.images, self.processes.count))))
         images = max(self.processes.gather(images))
@@ -138,7 +142,7 @@ class _Bench:
             made.release()
 
     def _set_up(self, name: str, task: Task, share: _Share) -> dict[str, Any] | None:
-        """In a fresh process, one at a time; None where that was not asked for, or failed."""
+        """Ask fresh processes, one at a time; None where that was not asked for, or failed."""
         found = None
         for turn in range(self.processes.count):
             if turn == self.processes.rank and self.options.set_up == "fresh":
@@ -151,7 +155,7 @@ class _Bench:
         return found
 
     def _activity(self, made: Front, task: Task, share: _Share) -> Activity | None:
-        """None where the profiler failed, as it may for want of memory."""
+        """Profile one call; None where that failed, as it may for want of memory."""
 
         def look() -> Activity | None:
             try:
@@ -164,7 +168,7 @@ class _Bench:
         return self.processes.together(look)
 
     def _fronts(self, task: Task, names: list[str]) -> tuple[list[Front], dict[str, str]]:
-        """Each variant's front, eager's first; those that could be made in every process."""
+        """Make each variant's front, eager's first; keep those that every process could make."""
         fronts, failed = [], {}
         for name in names:
             try:
@@ -176,8 +180,8 @@ class _Bench:
         return [made for made in fronts if made.variant not in failed], failed
 
 
-def _choices(options: BenchOptions) -> dict[str, Any]:
-    """The choices that decide the numbers."""
+def _choices(options: "BenchOptions") -> dict[str, Any]:
+    """Name the choices that decide the numbers."""
     return {
         "what": options.what, "model": options.model or "embedded", "images": options.images,
         "steps": options.steps, "dtype": str(options.dtype).removeprefix("torch."),
@@ -186,29 +190,29 @@ def _choices(options: BenchOptions) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tell(result: dict[str, Any], options: BenchOptions) -> None:
-    """The table, the files, the record as the last line, and the charts, which may fail."""
+def _tell(result: dict[str, Any], options: "BenchOptions") -> None:
+    """Give the table, the files, the record as the last line, and then charts, which may fail."""
     print(table.markdown(result))
     _write(result, options)
     print(json.dumps(result))
     _draw(result, options)
 
 
-def _write(result: dict[str, Any], options: BenchOptions) -> None:
-    """The files that were asked for, each whole or not there."""
+def _write(result: dict[str, Any], options: "BenchOptions") -> None:
+    """Write the files that were asked for, each whole or not at all."""
     name = options.output
     if name != Path():
         _put(name.with_name(f"{name.name}.md"), table.markdown(result) + "\n")
         _put(name.with_name(f"{name.name}.json"), json.dumps(result, indent=1) + "\n")
 
 
-def _draw(result: dict[str, Any], options: BenchOptions) -> None:
-    """The charts that were asked for."""
+def _draw(result: dict[str, Any], options: "BenchOptions") -> None:
+    """Draw the charts that were asked for."""
     name = options.output
     if name != Path():
         try:
             chart.draw(result, name.with_name(f"{name.name}.png"))
-        except (ConfigError, OSError) as error:  # the numbers are there
+        except (ConfigError, OSError) as error:  # The numbers are there.
             print(f"no {name.name}.png: {one_line(error)}", file=sys.stderr)
     if options.chart is not None:
         with told(f"--chart {options.chart}"):
@@ -217,8 +221,6 @@ def _draw(result: dict[str, Any], options: BenchOptions) -> None:
 
 def _put(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    try:
+    with writing(path):
         partial.write_text(text)
         partial.replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""What the first pictures of a variant cost more than later ones, in a process of its own."""
+"""Takes what the first pictures of a variant cost more than later ones, in a process of its own."""
 
 import json
 import os
@@ -6,22 +6,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dit_graph.bench.measure import Clock, first_and_set_up, percentile
-from dit_graph.bench.options import BenchOptions
 from dit_graph.bench.tasks import Task, tasks
 from dit_graph.bench.variants import front
 from dit_graph.cli.errors import UsageError, told
 
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # the first run of inductor sets both
+if TYPE_CHECKING:
+    from dit_graph.bench.options import BenchOptions
+
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Inductor's first run sets both, so a fresh process must be given its own."""
 _RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) -> dict[str, Any]:
-    """`alone` of a variant in a new process, on this process's GPU, with an empty compiler cache.
+    """Run `alone` in a new process, on this process's GPU and with an empty compiler cache.
 
     Raises:
         UsageError: the process failed.
@@ -33,7 +36,7 @@ def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) ->
     if gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
-    with tempfile.TemporaryDirectory() as empty:  # a compiler starts with nothing, as on a new host
+    with tempfile.TemporaryDirectory() as empty:  # A compiler starts as on a new host.
         environment |= {name: f"{empty}/{name}" for name in _CACHES}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -43,9 +46,11 @@ def fresh(name: str, task: Task, argv: Sequence[str] | None, gpu: int | None) ->
     return found
 
 
-def alone(options: BenchOptions, name: str, clock: Clock) -> dict[str, Any]:
-    """Seconds until the first picture is there and of set-up, both on the clock of this process,
-    which draws; GB that torch reserved."""
+def alone(options: "BenchOptions", name: str, clock: Clock) -> dict[str, Any]:
+    """Take the seconds until the first picture is there and those of set-up, and torch's GB.
+
+    Both go by the clock of this process, which draws, so that no other clock is subtracted.
+    """
     found = (task for task in tasks(options, clock.on) if task.scenario == options.scenario)
     task = next(found, None)
     if task is None:

@@ -1,4 +1,4 @@
-"""Named models of the real size with random weights: speed does not depend on the weights.
+"""Makes named models of the real size with random weights, on which their speed does not depend.
 
 Configurations are those of the published checkpoints, as far as they decide shapes. Text encoders
 are left out: prompts are random embeddings of a usual length. The pipelines are otherwise whole.
@@ -11,12 +11,13 @@ from typing import Any
 import diffusers
 import torch
 
-Size = tuple[int, int]  # height, width in pixels
+Size = tuple[int, int]
+"""It is (height, width) in pixels."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One named model.
+    """This is one named model.
 
     Args:
         pipeline: makes the pipeline for a size, on torch's default device and in its default dtype.
@@ -35,12 +36,12 @@ class Shape:
     frames: int = 1
 
     def tokens(self, size: Size) -> int:
-        """Image tokens of one picture."""
+        """Count the image tokens of one picture."""
         return (size[0] // self.pixels) * (size[1] // self.pixels) * self.frames
 
 
 def _made(name: str, **config: Any) -> Any:
-    """A module in the default dtype, but for what `from_pretrained` keeps in float32."""
+    """Make a module in the default dtype, but for what `from_pretrained` keeps in float32."""
     module: torch.nn.Module = getattr(diffusers, name)(**config)
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     for path, parameter in module.named_parameters():
@@ -63,7 +64,7 @@ def _normal(*shape: int) -> torch.Tensor:
 
 
 def _scheduler(name: str, **config: Any) -> Any:
-    """With its tables on the CPU, where it is made in life, whatever the default device is."""
+    """Make it on the CPU, where it is made in life, whatever the default device is."""
     with torch.device("cpu"):
         return getattr(diffusers, name)(**config)
 
@@ -94,7 +95,7 @@ def _pixart(size: Size) -> Any:
 
 
 def _masked(width: int, length: int, batch: int) -> dict[str, Any]:
-    """Prompts and negative prompts padded to one length, with their masks."""
+    """Make prompts and negative prompts that are padded to one length, with their masks."""
     mask = torch.ones(batch, length, dtype=torch.long)
     return {
         "prompt_embeds": _normal(batch, length, width), "prompt_attention_mask": mask,
@@ -154,7 +155,7 @@ def _z_image(size: Size) -> Any:
 
 
 def _z_image_call(batch: int) -> dict[str, Any]:
-    """The Turbo weights are used without guidance."""
+    """Make a call without guidance, as the Turbo weights are used."""
     prompts = [_normal(77, 2560) for _ in range(batch)]
     return {"prompt_embeds": prompts, "negative_prompt_embeds": [], "guidance_scale": 0.0}
 
@@ -222,7 +223,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
 
 
 def language_model(name: str) -> Any:
-    """A named causal LM on torch's default device and in its default dtype."""
+    """Make a named causal LM on torch's default device and in its default dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**LANGUAGE_MODELS[name])

@@ -1,4 +1,4 @@
-"""A record as a Markdown table."""
+"""Tells a record as a Markdown table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ _TITLES = {
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The machine in one line, what was not measured, and a table a scenario."""
+    """Tell the machine in one line, what was not measured, and each scenario in a table."""
     lines = [_machine(result["machine"]), "", *(f"* {note}" for note in result["notes"]), ""]
     rows, titles = result["rows"], _TITLES.get(result.get("options", {}).get("what"), {})
     columns = [c for c in _COLUMNS if any(row.get(c[0]) is not None for row in rows)]
@@ -55,7 +55,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _cell(row: dict[str, Any], name: str, shown: Callable[[Any], str]) -> str:
-    value = row.get(name)  # a record from before a column was added has none
+    value = row.get(name)  # An older record may lack a column.
     return "-" if value is None else shown(value)
 
 
@@ -70,7 +70,7 @@ _SUMMED = ("mode", "gain", "images_per_s", "gpu_busy", "set_up_s", "allocated_GB
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """A table of several records: a line for each variant of a scenario but eager, beside eager."""
+    """Put several records in one table, with each other variant of a scenario beside its eager."""
     columns = [column for column in _COLUMNS if column[0] in _SUMMED]
     titles = ["", "tokens", "eager images/s", "eager GPU busy", *(title for _, title, _ in columns)]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]

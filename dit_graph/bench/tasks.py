@@ -1,23 +1,25 @@
-"""What is timed: a picture, one denoising step, or an LLM's prefill, at one size and batch."""
+"""Says what is timed: a picture, one denoising step, or an LLM's prefill, at a size and batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from dit_graph.bench.measure import SETTLING
-from dit_graph.bench.options import BenchOptions
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES, Size, language_model
 from dit_graph.bench.variants import Call, Front, denoiser
 from dit_graph.cli import model
 from dit_graph.cli.errors import UsageError, loading, told
 
+if TYPE_CHECKING:
+    from dit_graph.bench.options import BenchOptions
+
 
 @dataclass
 class Task:
-    """One scenario of a run.
+    """This is one scenario of a run.
 
     Args:
         model: the pipeline or causal LM that the variants run, its weights shared by all.
@@ -38,12 +40,12 @@ class Task:
 
     @property
     def warm(self) -> int:
-        """Calls until a later one is like the next; a picture of many steps settles in one."""
+        """Count calls until one is like the next; a picture of many steps settles in one."""
         return max(2, -(-SETTLING // self.steps) + 1)
 
     @property
     def repeated(self) -> torch.nn.Module:
-        """The module that dit_graph records."""
+        """Find the module that dit_graph records."""
         module: torch.nn.Module = (
             self.model if isinstance(self.model, torch.nn.Module) else denoiser(self.model)
         )
@@ -51,9 +53,9 @@ class Task:
 
 
 def tasks(
-    options: BenchOptions, on: torch.device, share: tuple[int, int] = (0, 1)
+    options: "BenchOptions", on: torch.device, share: tuple[int, int] = (0, 1)
 ) -> Iterator[Task]:
-    """The scenarios of a run, one after the other; a model stays as long as it serves the next.
+    """Make one scenario after the other; a model stays as long as it serves the next.
 
     `share` is this process and how many there are: each draws other prompts and seeds.
     """
@@ -72,15 +74,15 @@ def tasks(
             yield _picture(options, pipe, side, batch, on, share)
 
 
-def _default_sizes(options: BenchOptions) -> list[Size | None]:
-    """A pipeline that was saved has a size of its own, None."""
+def _default_sizes(options: "BenchOptions") -> list[Size | None]:
+    """Say what is drawn unless asked; None is the own size of a pipeline that was saved."""
     if options.model is None:
         return [(64, 64)]
     shape = SHAPES.get(options.model)
     return [None] if shape is None else [(side, side) for side in shape.sizes]
 
 
-def _pipeline(options: BenchOptions, size: Size | None, on: torch.device) -> Any:
+def _pipeline(options: "BenchOptions", size: Size | None, on: torch.device) -> Any:
     shape = SHAPES.get(options.model or "")
     if shape is None or size is None:
         return model.load(options, str(on))
@@ -111,7 +113,7 @@ class _made_on:
 
 
 def _picture(
-    options: BenchOptions, pipe: Any, size: Size | None, batch: int, on: torch.device,
+    options: "BenchOptions", pipe: Any, size: Size | None, batch: int, on: torch.device,
     share: tuple[int, int],
 ) -> Task:  # fmt: skip
     shape = SHAPES.get(options.model or "")
@@ -123,7 +125,7 @@ def _picture(
     if size is not None:
         fixed |= {"height": size[0], "width": size[1]}
     fixed = {name: value for name, value in fixed.items() if name in taken}
-    fixed |= model.more(type(pipe), options)  # which knows what a call with **kwargs takes
+    fixed |= model.more(type(pipe), options)  # It knows what a call with **kwargs takes.
     model.check_given(type(pipe), {*fixed, "prompt", "generator"})
     if options.latent and "output_type" not in taken:
         raise UsageError(f"--latent: {type(pipe).__name__} takes no output_type")
@@ -150,8 +152,11 @@ def _picture(
 
 
 def _step(whole: Task) -> Task:
-    """One call of the denoiser, in turns with what a picture's second call gives it and with that
-    mirrored, so that two calls in a row differ."""
+    """Make a task of one call of the denoiser.
+
+    It gets in turns what a picture's second call gives it and that mirrored, so that two calls in a
+    row differ.
+    """
     seen: list[Any] = []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -180,7 +185,7 @@ def _mirrored(t: torch.Tensor) -> torch.Tensor:
     return t.flip(-1) if t.dim() and t.is_floating_point() else t
 
 
-def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
+def _prefills(options: "BenchOptions", on: torch.device) -> Iterator[Task]:
     name = options.model or "SmolLM2-135M-Instruct"
     if options.model in LANGUAGE_MODELS:
         torch.manual_seed(0)
@@ -204,8 +209,8 @@ def _prefills(options: BenchOptions, on: torch.device) -> Iterator[Task]:
             yield Task(scenario, causal_lm, prefill, batch, 1, ("decode",), tokens)
 
 
-def _saved_lm(options: BenchOptions, on: torch.device) -> Any:
-    """A causal LM as `python -m dit_graph.prefill` loads it."""
+def _saved_lm(options: "BenchOptions", on: torch.device) -> Any:
+    """Load a causal LM as `python -m dit_graph.prefill` loads it."""
     from dit_graph.cli import lm
     from dit_graph.cli.prefill import parse
 

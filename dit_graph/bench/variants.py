@@ -1,4 +1,7 @@
-"""The ways to run a model that are compared, each on a front of its own over shared weights."""
+"""Makes the ways to run a model that are compared, each on a front of its own over shared weights.
+
+A variant is such a way in this folder; elsewhere it is one of the recordings of a signature.
+"""
 
 import copy
 import itertools
@@ -19,7 +22,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
     **{name + REMOVED: {"backend": backend, "remove_syncs": True}
        for name, backend in _BACKENDS.items()},
 }  # fmt: skip
-"""dit_graph's variants and what `enable` gets for each; `regional` ones record compiled blocks."""
+"""`enable` gets these options for dit_graph's variants; `regional` ones record compiled blocks."""
 COMPILED = (
     "reduce-overhead", "regional", "max-autotune", "regional+breakable",
     f"regional+breakable{REMOVED}",
@@ -28,13 +31,13 @@ VARIANTS = tuple(dict.fromkeys((EAGER, *GRAPHS, *COMPILED)))
 
 
 def eager_first(names: Sequence[str]) -> list[str]:
-    """The variants in order, eager first: the others are compared with it."""
+    """Put eager first, because the others are compared with it."""
     return [EAGER, *(name for name in dict.fromkeys(names) if name != EAGER)]
 
 
 @dataclass
 class Front:
-    """A model as one variant runs it.
+    """One variant runs a model through this.
 
     `target` is the pipeline or causal LM to call. `handle` is dit_graph's, None for the others.
     `seconds` is what enabling or compiling took. `turn` counts its calls: two in a row draw
@@ -60,13 +63,13 @@ class Front:
 
 
 def twin(module: torch.nn.Module) -> torch.nn.Module:
-    """The same module tree again over the same parameters and buffers."""
+    """Make the same module tree again over the same parameters and buffers."""
     shared = itertools.chain(module.parameters(), module.buffers())
     return copy.deepcopy(module, {id(t): t for t in shared})
 
 
 def denoiser(pipe: Any) -> Any:
-    """The module of a pipeline that runs once a step."""
+    """Find the module of a pipeline that runs once a step."""
     return getattr(pipe, _denoiser_name(pipe))
 
 
@@ -75,7 +78,7 @@ def _denoiser_name(pipe: Any) -> str:
 
 
 def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
-    """`model` under a variant; `enable` has the options of dit_graph's.
+    """Make a front of `model`; `enable` has the options that dit_graph's variants share.
 
     A pipeline gets a transformer and a scheduler of its own, a causal LM itself again.
     """
@@ -119,7 +122,7 @@ def compile_blocks(module: Any) -> None:
 
 
 def impossible(variant: str, device: str, what: str) -> str:
-    """Why a variant cannot be measured on cuda, cpu or recorder, or an empty string."""
+    """Say why a variant cannot be measured on cuda, cpu or recorder; empty where it can."""
     if variant in GRAPHS and device == "cpu":
         return f"{variant}: nothing is recorded on a CPU, but by --device recorder"
     if variant in COMPILED and device != "cuda":
@@ -132,4 +135,4 @@ def impossible(variant: str, device: str, what: str) -> str:
 
 
 Call = Callable[[Front], Any]
-"""What is timed: one picture, one step or one prefill; its tensors are compared."""
+"""This is timed: one picture, one step or one prefill. Its tensors are compared."""

@@ -1,9 +1,11 @@
 """Sees what a forward that is being recorded does without any operation.
 
-`tolist` and `numpy` of a tensor, tensors made from Python data, indices that torch reads itself.
+A dispatch mode misses `tolist` and `numpy` of a tensor, tensors that are made from Python data, and
+indices that torch reads itself. A function mode sees the calls that do so.
 """
 
-from typing import TYPE_CHECKING, Any
+import fnmatch
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dit_graph.capture.frames import calls_from, source_line
+from dit_graph.capture.steps import Steps
 from dit_graph.devices.base import is_about_capturing
 from dit_graph.errors import CaptureError
 from dit_graph.tape.guards import DeviceNumber, plain
 from dit_graph.tape.trees import tensors_of
-
-if TYPE_CHECKING:
-    from dit_graph.capture.capture import Capture
 
 _READS = {
     torch.Tensor.tolist,
@@ -34,63 +34,85 @@ _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 
 
 class CallWatch(TorchFunctionMode):
-    def __init__(self, capture: "Capture") -> None:
+    """Sees what Python calls of torch, and makes a break or a constant of what needs to be one.
+
+    Args:
+        steps: where those go.
+        patterns: names of torch functions that the config wants to be breaks.
+        matched: the patterns that matched one are added to it.
+    """
+
+    def __init__(self, steps: Steps, patterns: tuple[str, ...], matched: set[str]) -> None:
         super().__init__()
-        self._capture = capture
+        self._steps = steps
+        self._patterns, self._matched = patterns, matched
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        c, kwargs = self._capture, kwargs or {}
-        if c.in_break:
+        steps, kwargs = self._steps, kwargs or {}
+        if steps.in_break:
             return func(*args, **kwargs)
         if func is torch.Tensor.data_ptr and not calls_from("triton"):
             raise CaptureError(f"the forward reads an address at {source_line()}")
-        if pattern := c.stays_eager(func):
-            c.refuse_modes(reason := f"{func.__name__} ({pattern!r})")
-            return c.eager(func, args, kwargs, reason=reason)
+        if self._patterns and (pattern := self._pattern(func)):
+            steps.modes.refuse_others(reason := f"{func.__name__} ({pattern!r})")
+            return steps.eager(func, args, kwargs, reason=reason)
         if func in _READS:
-            return _read(c, func, args, kwargs)
+            return _read(steps, func, args, kwargs)
         if func in _MAKES:
-            return _make(c, func, args, kwargs)
+            return _make(steps, func, args, kwargs)
         if func in _SPLITS:
-            return _split(c, func, args, kwargs)
-        if func in _INDEXES and not c.known.is_host(args[0]):
-            return _index(c, func, args)
-        if func in c.stays_out and not isinstance(func, torch._ops.OpOverload):
-            return c.learned(func, args, kwargs)
-        if c.device.copies_to_host(func, args) and not c.known.is_host(args[0]):
-            copy = c.eager(torch.clone, args[:1], {}, reason="copy to the host", to_host=True)
+            return _split(steps, func, args, kwargs)
+        if func in _INDEXES and not steps.known.is_host(args[0]):
+            return _index(steps, func, args)
+        if func in steps.stays_out and not isinstance(func, torch._ops.OpOverload):
+            reason = f"{func.__name__} could not be captured"
+            return steps.eager(func, args, kwargs, reason=reason, observed=True)
+        if steps.device.copies_to_host(func, args) and not steps.known.is_host(args[0]):
+            reason = "copy to the host"
+            copy = steps.eager(torch.clone, args[:1], {}, reason=reason, to_host=True)
             return func(copy, *args[1:], **kwargs)
-        return _pass_on(c, func, args, kwargs)
+        return _pass_on(steps, func, args, kwargs)
+
+    def _pattern(self, func: Any) -> str:
+        """Find the pattern that a torch function matches, or give an empty string."""
+        name = getattr(func, "__name__", "")
+        pattern = next((p for p in self._patterns if fnmatch.fnmatchcase(name, p)), "")
+        self._matched |= {pattern} - {""}
+        return pattern
 
 
-def _pass_on(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run what becomes operations; one that cannot be captured is a break in the next capture."""
+def _pass_on(steps: Steps, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a call that becomes operations, and note it if it cannot be captured.
+
+    The next capture makes a break of it then.
+    """
     try:
-        return c.device.pass_on(func, args, kwargs)
+        return steps.device.pass_on(func, args, kwargs)
     except RuntimeError as error:
-        if c.refused is None and is_about_capturing(error):
-            c.refused = func, source_line()
+        if steps.refused is None and is_about_capturing(error):
+            steps.refused = func, source_line()
         raise
 
 
-def _index(c: "Capture", func: Any, args: Any) -> Any:
-    """`tensor[index]`, which makes tensors of lists in the index unseen and copies them to the
-    device: here they are constants.
+def _index(steps: Steps, func: Any, args: Any) -> Any:
+    """Run `tensor[index]` with constants in place of the lists in its index.
 
-    A list in place of a whole index may stand for a tuple, by rules that torch is about to change.
+    torch makes tensors of them and copies those to the device, and no mode sees it. A nested list
+    as the whole index may stand for a tuple, by rules that torch is about to change, so that call
+    is a break.
     """
     t, index, *value = args
     if isinstance(index, tuple):
-        index = tuple(_index_on_device(c, t, part) for part in index)
+        index = tuple(_index_on_device(steps, t, part) for part in index)
     elif _is_sequence(index) and any(map(_is_nested, index)):
         if value:
             raise CaptureError(f"a nested list is assigned through, at {source_line()}")
-        return c.eager(func, args, {}, reason="indexing by a nested list")
+        return steps.eager(func, args, {}, reason="indexing by a nested list")
     else:
-        index = _index_on_device(c, t, index)
-    return _pass_on(c, func, (t, index, *value), {})
+        index = _index_on_device(steps, t, index)
+    return _pass_on(steps, func, (t, index, *value), {})
 
 
 def _is_sequence(part: Any) -> bool:
@@ -101,42 +123,44 @@ def _is_nested(part: Any) -> bool:
     return isinstance(part, (torch.Tensor, slice, type(None), type(...), *_SEQUENCES))
 
 
-def _index_on_device(c: "Capture", t: torch.Tensor, part: Any) -> Any:
-    """One index of `t`: Python data as the tensor that torch would make of it."""
+def _index_on_device(steps: Steps, t: torch.Tensor, part: Any) -> Any:
+    """Give one index of `t`, with Python data as the tensor that torch would make of it."""
     if not _is_sequence(part):
         return part
     kind = torch.long
     if not tensors_of([*part]):
         try:
-            kind = c.alone(torch.tensor, (part,), {"device": "cpu"}).dtype
+            with steps.alone():
+                kind = torch.tensor(part, device="cpu").dtype
         except Exception:
-            return part  # torch's own error
+            return part  # torch raises its own error for it.
     mask = kind in (torch.bool, torch.uint8)
     kwargs = {"dtype": kind if mask else torch.long, "device": t.device}
-    return _make(c, torch.tensor, (part,), kwargs)
+    return _make(steps, torch.tensor, (part,), kwargs)
 
 
-def _read(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _read(steps: Steps, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func.__name__
-    host = c.known.is_host(args[0])
-    if c.known.is_constant(args[0]):
-        return c.alone(func, args, kwargs)
-    if not host and name in ("numpy", "__array__") and c.device.type != "cpu":
-        return func(*args, **kwargs)  # torch's own error
-    value = c.eager(func, args, kwargs, reason=f"Tensor.{name} is read by Python", host=host)
+    host = steps.known.is_host(args[0])
+    if steps.known.is_constant(args[0]):
+        with steps.alone():
+            return func(*args, **kwargs)
+    if not host and name in ("numpy", "__array__") and steps.device.type != "cpu":
+        return func(*args, **kwargs)  # torch raises its own error.
+    value = steps.eager(func, args, kwargs, reason=f"Tensor.{name} is read by Python", host=host)
     if name == "item" and type(value) is float:
-        return c.stand_in(DeviceNumber(value))
+        return steps.stand_in(DeviceNumber(value))
     if name in ("numpy", "__array__"):
-        c.arrays.append((value, value.copy()))
-        c.stand_in(value.copy())  # the guard keeps its own copy
+        steps.arrays.append((value, value.copy()))
+        steps.stand_in(value.copy())  # Python may write into its array.
     return value
 
 
-def _split(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`torch.tensor_split`, which reads a tensor's memory itself, where no mode sees it."""
+def _split(steps: Steps, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run `torch.tensor_split`, which reads a tensor of indices itself, with numbers for it."""
     where = kwargs.get("tensor_indices_or_sections", args[1] if len(args) > 1 else None)
     if isinstance(where, torch.Tensor):
-        at = _read(c, torch.Tensor.tolist, (where,), {})
+        at = _read(steps, torch.Tensor.tolist, (where,), {})
         if len(args) > 1:
             args = (args[0], at, *args[2:])
         else:
@@ -145,12 +169,12 @@ def _split(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _make(c: "Capture", func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _make(steps: Steps, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
     if func is not torch.Tensor.new_tensor and args and isinstance(args[0], torch.Tensor):
-        return func(*args, **kwargs)  # a cast or a move; the dispatch mode sees it
+        return func(*args, **kwargs)  # It casts or moves; the dispatch mode sees that.
     data = args[1:] if func is torch.Tensor.new_tensor else args
     if tensors_of((data, kwargs)):
-        return c.eager(func, args, kwargs, reason=f"{func.__name__} of tensors")
+        return steps.eager(func, args, kwargs, reason=f"{func.__name__} of tensors")
     device = args[0].device if func is torch.Tensor.new_tensor else torch.get_default_device()
-    return c.make_constant(func, args, kwargs, kwargs.get("device") or device)
+    return steps.make_constant(func, args, kwargs, kwargs.get("device") or device)

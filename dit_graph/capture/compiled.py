@@ -1,8 +1,8 @@
-"""Compiled code inside a recorded forward: found beforehand, called with the watcher aside.
+"""Finds compiled code inside a forward beforehand, and calls it with the watchers aside.
 
 Dynamo gives a function up for good when it first meets it under a dispatch mode, so a compiled
-callable must never be entered with the watcher on. The ones that can be found (submodules,
-attributes, globals and closures of the model's code) become one operation each; one that could not
+callable must never be entered with the watchers on. The ones that can be found (submodules,
+attributes, globals and closures of the model's code) become one operation each. One that could not
 be found ends the capture before dynamo sees it, and the call is eager by name.
 """
 
@@ -24,12 +24,12 @@ from dit_graph.tape.trees import tensors_of
 
 Places = list[tuple[MutableMapping[str, Any], str]]
 Changes = list[tuple[MutableMapping[str, Any], str, Any]]
-COMPILED = "compiled code"  # in place of an operation, where it cannot be captured
+COMPILED = "compiled code"  # `refused` says this where it cannot be captured.
 _ABSENT = object()
 
 
 def compiled(fn: Any) -> bool:
-    """Whether calling it enters code that torch.compile made, or a higher-order operator."""
+    """Tell whether a call of it enters what torch.compile made, or a higher-order operator."""
     if not callable(fn) or isinstance(fn, (type, torch.nn.Module)):
         return False
     if "_torchdynamo_orig_callable" in getattr(fn, "__dict__", ()):
@@ -41,14 +41,14 @@ def compiled(fn: Any) -> bool:
 
 
 def compiled_places(module: torch.nn.Module) -> Places:
-    """Where the model's code finds compiled callables: (namespace, name)."""
+    """List where the model's code finds compiled callables, as pairs (namespace, name)."""
     found: Places = []
     seen: set[int] = set()
     for path, child in module.named_modules():
         own = child.__dict__
         if path and own.get("_compiled_call_impl") is not None:
             found.append((own, "_compiled_call_impl"))
-        elif "_orig_mod" in child._modules:  # an OptimizedModule; its forward is the compiled one
+        elif "_orig_mod" in child._modules:  # The forward of an OptimizedModule is compiled.
             found.append((own, "forward"))
         spaces = [own, *_namespaces(type(child).forward)]
         for value in own.values():
@@ -64,7 +64,7 @@ def compiled_places(module: torch.nn.Module) -> Places:
 
 
 def _namespaces(fn: Any) -> Iterator[MutableMapping[str, Any]]:
-    """Globals and closure of a function and of what it wraps."""
+    """Yield the globals and the closure of a function and of what it wraps."""
     while fn is not None:
         if isinstance(fn, FunctionType):
             yield fn.__globals__
@@ -74,7 +74,7 @@ def _namespaces(fn: Any) -> Iterator[MutableMapping[str, Any]]:
 
 
 class _Closure(dict[str, Any]):
-    """The closure of a function as a namespace; assigning changes the cell."""
+    """Presents the closure of a function as a namespace; to assign to it changes the cell."""
 
     def __init__(self, fn: FunctionType) -> None:
         self._cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or ()))
@@ -82,7 +82,7 @@ class _Closure(dict[str, Any]):
         for name, cell in self._cells.items():
             try:
                 filled[name] = cell.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # The variable is not assigned yet.
                 continue
         super().__init__(filled)
 
@@ -130,19 +130,19 @@ def _hint() -> str:
 
 @contextmanager
 def _as_in_eager(capture: Any) -> Iterator[None]:
-    """Compiled code finds the model as it was compiled: dynamo compares what a capture changes."""
+    """Put the model back as it was compiled; dynamo compares what a capture changes."""
     with capture.watch.aside(), put_in_place(capture.originals):
         yield
 
 
 def originals(changes: Changes) -> Changes:
-    """What is there now in place of each change."""
+    """List what is there now in place of each change."""
     return [(space, name, space.get(name, _ABSENT)) for space, name, _ in changes]
 
 
 @contextmanager
 def put_in_place(changes: Changes) -> Iterator[None]:
-    """Assign (namespace, name, value) for a while; what was not there before goes again."""
+    """Make the assignments (namespace, name, value) for a while, and put back what was there."""
     before = originals(changes)
     _assign(changes)
     try:
@@ -180,7 +180,14 @@ def no_hidden_compiled_code() -> Iterator[None]:
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """Raise CaptureError where the forward sets a default generator; a replay would not."""
+    """Raise CaptureError where the forward sets a default generator; a replay would not.
+
+    `host_generators` (`tape/guards.py`) cannot see all of this. It compares Python's and numpy's
+    generators and torch's seeds before and after a cold call. torch's default generators move in
+    any call that draws, so where they stand says nothing, and a forward that seeds with the same
+    number each time, or puts a state back, leaves no trace. Python and numpy in turn draw by
+    methods of built-in objects, which cannot be replaced as is done here.
+    """
     changes: Changes = []
     for space in (vars(torch), vars(torch.random), vars(torch.cuda), vars(torch.cuda.random)):
         for name in ("manual_seed", "set_rng_state"):
@@ -191,9 +198,9 @@ def no_seeding() -> Iterator[None]:
 
 
 def unwatched() -> Changes:
-    """With these torch's own modules and contexts do in a capture what they do without one.
+    """List what makes torch's modules and contexts do in a capture what they do without one.
 
-    Some layers leave their fused path where a function mode is on, which our watcher is. A context
+    Some layers leave their fused path where a function mode is on, as a watcher is one. A context
     of autocast that was made before the call, such as a decorator, switches the cache on again.
     """
     asks, caches = torch.overrides.has_torch_function, torch.set_autocast_cache_enabled
@@ -216,14 +223,14 @@ def unwatched() -> Changes:
 
 
 def _watching() -> bool:
-    """Whether this thread runs a forward that is being recorded."""
+    """Tell whether this thread runs a forward that is being recorded."""
     capture = breaks.local.capture
     return capture is not None and not capture.watch.off
 
 
 def _refusing(seed: Any) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if _watching():  # dynamo does so while it compiles
+        if _watching():  # dynamo itself does so too, while it compiles.
             raise CaptureError("the forward seeds a generator or puts its state back")
         return seed(*args, **kwargs)
 

@@ -13,29 +13,25 @@ from dit_graph.tape.tape import Tape, Undo, WholeCall
 
 
 def at_once(action: Callable[[], object]) -> None:
-    """The `When` of a write that happens right away."""
+    """Do it now: the `When` of a write that happens right away."""
     action()
 
 
 class Effects:
-    """Of one capture: writes that outlive the call, draws, and breaks with side effects.
+    """Collects what one capture does that outlives the call: writes, draws, side effects of breaks.
 
-    `undo` puts back what the capture itself has done. `draws` is whether an operation drew random
-    numbers; `may_draw`, whether one did that nobody saw.
+    `undo` puts back what the capture itself has done. `draws` says whether an operation was seen
+    that draws random numbers, and `may_draw` whether compiled code ran, whose draws nobody sees.
     """
 
     def __init__(
-        self,
-        device: Device,
-        static: Sequence[torch.Tensor],
-        module: Sequence[torch.Tensor],
-        known: Known,
-        tape: Tape,
-    ) -> None:
+        self, device: Device, static: Sequence[torch.Tensor], module: Sequence[torch.Tensor],
+        known: Known, tape: Tape,
+    ) -> None:  # fmt: skip
         self.undo = Undo(device.generators())
         self.undo.take([t for t in module if not isinstance(t, torch.nn.Parameter)], random=True)
         self.draws = self.may_draw = False
-        self.impure = ""  # the first break that may have side effects
+        self.impure = ""  # The reason of the first break that may have side effects.
         self._static, self._tape = static, tape
         self._versions: list[int] = []
         self._outside = [(t, t._version) for t in module if not t.is_inference()]
@@ -43,11 +39,11 @@ class Effects:
         self.expect_writes()
 
     def note(self, func: Any, args: Any, kwargs: Any, before: When = at_once) -> None:
-        """An operation is about to be recorded, or run."""
+        """Note the writes of an operation that is about to be recorded, or run."""
         self._writes.note(func, args, kwargs, before)
 
     def expect_writes(self) -> None:
-        """From now on a staged argument whose version moves was written by the forward."""
+        """Take any write into a staged argument from now on for the forward's."""
         self._versions = [t._version for t in self._static]
 
     def restart_point(self) -> None:
@@ -56,7 +52,7 @@ class Effects:
         self._tape.random_before_guard = self.draws or self.may_draw
 
     def guarded(self, reason: str) -> None:
-        """A replay may have to start again from here."""
+        """Note that a replay may have to start again from here."""
         self.restart_point()
         if self.impure:
             self._tape.unrestartable = (
@@ -73,14 +69,15 @@ class Effects:
             if t._version != self._versions[i] or storage_of(t) in self._writes.arguments
         ]
         self.draws = self.draws or self.may_draw
-        self.draws = self.draws and self.undo.generators_moved()  # attention may, rarely does
+        # torch tags attention as random for its dropout; where that is off no generator moves.
+        self.draws = self.draws and self.undo.generators_moved()
         tape.draws, self.may_draw = self.draws, False
-        self.restart_point()  # a replay may fail at its last step
+        self.restart_point()  # A replay may fail at its last step.
         tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
         tape.effects = self._summary()
 
     def _summary(self) -> str:
-        """Why the forward cannot run twice for one call, or an empty string."""
+        """Say why the forward cannot run twice for one call, or give an empty string."""
         if any(isinstance(step, WholeCall) for step in self._tape.steps):
             return "a replay is an eager call itself"
         if self.impure:
@@ -90,7 +87,7 @@ class Effects:
         return "it writes into what outlives the call" if self._tape.written_outside else ""
 
     def _written_outside(self) -> list[torch.Tensor]:
-        """Tensors from outside that were written: seen as operations, or moved by compiled code."""
+        """List tensors from outside that operations wrote, or compiled code, by their versions."""
         seen = set(map(storage_of, self._writes.outside))
         moved = [t for t, version in self._outside if t._version != version]
         return self._writes.outside + [t for t in moved if storage_of(t) not in seen]

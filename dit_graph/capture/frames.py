@@ -1,4 +1,4 @@
-"""Which code runs now, read off the frames of this thread: a line, a module, a caller."""
+"""Reads off the frames of this thread which code runs now: its line, module and caller."""
 
 import sys
 from collections.abc import Mapping
@@ -11,14 +11,16 @@ _MODULE_CALL = cast(Any, torch.nn.Module.__call__).__code__
 
 
 def calls_from(package: str) -> bool:
-    """Whether the torch function that runs now was called by a package."""
+    """Tell whether the torch function that runs now was called by a package."""
     frame = sys._getframe(2)
     return bool(frame.f_back and frame.f_back.f_globals.get("__name__", "").startswith(package))
 
 
 def raised_in(error: BaseException) -> bool:
-    """Whether an error was raised in model code or a user's, or in what that has called: a library
-    other than torch counts to whoever calls it."""
+    """Tell whether an error was raised in model code, a user's code, or in what either has called.
+
+    A library other than torch counts to whoever calls it.
+    """
     theirs, tb = False, error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_globals.get("__name__", "")
@@ -32,7 +34,7 @@ def raised_in(error: BaseException) -> bool:
 
 
 def source_line() -> str:
-    """`file:line in function` of the model code that runs now."""
+    """Give `file:line in function` of the model code that runs now."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "").split(".")
@@ -46,11 +48,11 @@ def source_line() -> str:
 
 
 def module_path(names: Mapping[int, str]) -> str | None:
-    """The path of the innermost module of `names` (id → path) whose call runs now, if any.
+    """Find the path of the innermost module of `names` (id → path) whose call runs now, if any.
 
-    Reads only the frames of `Module.__call__`, inside which all that a forward calls lies and which
-    drop none of their locals: up to Python 3.12 a look at a frame's locals keeps them for as long
-    as the frame lives, and in a forward's own frame that would keep old activations.
+    This reads only the frames of `Module.__call__`, which lie around every forward and drop none of
+    their locals. Up to Python 3.12 a look at a frame's locals keeps them for as long as the frame
+    lives, and in a forward's own frame that would keep old activations.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Where results lie: those of a break for the steps after it, those of the call for its caller."""
+"""Decides where results lie: a break's for the steps after it, the call's for its caller."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,25 +18,25 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Si
 def is_fresh(
     out: Any, operands: list[torch.Tensor], known: Known, reason: str, marked: bool
 ) -> bool:
-    """Whether a break's result is a new tensor, and not one that was there before."""
+    """Tell whether a break's result is a new tensor, and not one that was there before."""
     if not isinstance(out, torch.Tensor):
         if marked and not isinstance(out, _PLAIN):
             raise CaptureError(f"{reason} returns a {type(out).__name__}")
         return False
-    if marked:  # what it made was seen being made
+    if marked:  # The watcher has seen what it made.
         return known.kind(out) is Kind.BREAK
     return all(storage_of(out) != storage_of(t) for t in operands)
 
 
 def place(
-    outs: list[torch.Tensor],
-    hosts: list[bool],
-    known: Known,
-    device: Device,
+    outs: list[torch.Tensor], hosts: list[bool], known: Known, device: Device,
     segment: Callable[[], Segment],
-) -> list[torch.Tensor]:
-    """Where later steps read new results: memory of the next segment, or for host tensors the
-    tensor itself. Results in one storage stay in one."""
+) -> list[torch.Tensor]:  # fmt: skip
+    """Give new results the place where later steps read them.
+
+    That is memory of the next segment, or the tensor itself if it lies on the host. Results that
+    share a storage go on sharing one.
+    """
     shared = Counter(map(storage_of, outs))
     bases: dict[int, torch.Tensor] = {}
     homes = []
@@ -63,7 +63,7 @@ def _home(out: torch.Tensor, known: Known, device: Device, segment: Segment) -> 
 
 
 def result_leaf(leaf: Any, known: Known, static: list[torch.Tensor]) -> Any:
-    """What the tape keeps of one leaf of the call's result. Raises CaptureError for an object."""
+    """Give what the tape keeps of one leaf of the call's result; an object is a CaptureError."""
     if not isinstance(leaf, torch.Tensor):
         if isinstance(leaf, _PLAIN):
             return leaf

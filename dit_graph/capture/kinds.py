@@ -13,7 +13,7 @@ from dit_graph.tape.trees import tensors_of
 
 
 class Kind(Enum):
-    """Where a tensor's memory comes from. What no one has seen before is from outside the call."""
+    """Where a tensor's memory comes from. A tensor without a kind is from outside the call."""
 
     STATIC = "a staged argument"
     MODULE = "a parameter or buffer"
@@ -24,12 +24,12 @@ class Kind(Enum):
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """The identity of a tensor's storage, for as long as somebody refers to it."""
+    """Identify a tensor's storage, for as long as somebody refers to it."""
     return int(t.untyped_storage()._cdata)
 
 
 class Known:
-    """Kinds by storage. A weak reference to each storage keeps its identity from being re-used."""
+    """Keeps the kind of each storage, with a weak reference so that its identity is not re-used."""
 
     def __init__(
         self, device: Device, static: Iterable[torch.Tensor], module: Iterable[torch.Tensor]
@@ -43,7 +43,7 @@ class Known:
             self.mark(t, Kind.STATIC)
 
     def kind(self, t: torch.Tensor) -> Kind | None:
-        """None: a tensor from outside (attribute, closure, memo table)."""
+        """Give its kind, or None for a tensor from outside (attribute, closure, memo table)."""
         known = self._kinds.get(storage_of(t))
         return known[0] if known else None
 
@@ -57,25 +57,25 @@ class Known:
         return self.kind(t) is Kind.CONSTANT
 
     def is_outside(self, t: torch.Tensor) -> bool:
-        """Whether what is written into it outlives the call."""
+        """Tell whether what is written into it outlives the call."""
         return self.kind(t) in (None, Kind.MODULE)
 
     def is_host(self, t: torch.Tensor) -> bool:
-        """Whether a graph cannot hold work on this tensor because it lies on the host."""
+        """Tell whether a graph cannot hold work on this tensor because it lies on the host."""
         if t.device.type == self._device.host_type or storage_of(t) in self._host:
             return True
         return not t.dim() and self.kind(t) is None and self._device.scalar_is_host(t)
 
     def hold(self, t: torch.Tensor) -> torch.Tensor:
-        """What a later step may read: weak for the generation's memory, the tensor itself else."""
+        """Give what a later step may read: a weak alias of graph memory, else the tensor itself."""
         return self._device.weak(t) if self.kind(t) is Kind.POOL else t
 
     def hold_operand(self, t: torch.Tensor) -> torch.Tensor:
-        """The same for an operand of a launch, which freezes what it reads from the host."""
+        """Do the same for an operand of a launch, which freezes what it reads from the host."""
         return t.clone() if self.is_host(t) else self.hold(t)
 
     def survivors(self, out: Any) -> int:
-        """Storages born in a segment that something outside the call still holds."""
+        """Count the storages born in a segment that something outside the call still holds."""
         known = {storage_of(t) for t in tensors_of(out)}
         alive = [
             reference
@@ -83,5 +83,5 @@ class Known:
             if kind is Kind.POOL and reference.cdata not in known and not reference.expired()
         ]
         if alive:
-            gc.collect()  # garbage in a cycle is no survivor
+            gc.collect()  # What only a cycle of garbage holds does not survive.
         return sum(not reference.expired() for reference in alive)

@@ -1,7 +1,7 @@
 """Says where one operation of a forward that is being recorded must go, and why.
 
-This looks at the operation and at what is known of its operands, and changes nothing: who acts on
-a verdict is `operations.py`.
+It looks at the operation and at what is known of its operands, and changes nothing; `operations.py`
+acts on the verdict.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ _MASK_INDEXED = {
     _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default,
     _aten._index_put_impl_.default, _aten._unsafe_index.Tensor,
 }  # fmt: skip
-# The value of a 0-dim operand on the host goes into the launch of these, as into pointwise ones.
+# Like pointwise operations, these put the value of a 0-dim operand on the host into the launch.
 _READ_SCALARS = {
     _aten.fill.Tensor, _aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor,
 }  # fmt: skip
@@ -29,24 +29,24 @@ _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 
 class Verdict(NamedTuple):
-    """Where an operation goes, and what has to be seen to on its way there.
+    """Where an operation goes, and what must be done on its way there.
 
-    A `segment` records it. A `host` operation runs again at every replay without ending a segment.
-    A `constant` is made once and held. A `break` runs eagerly between two segments.
+    A `segment` records it. `host` work runs again at every replay without ending a segment. A
+    `constant` is made once and held. A `break` runs eagerly between two segments.
     """
 
     kind: Literal["segment", "host", "constant", "break"]
-    reason: str = ""  # This is what the report says of a step that runs eagerly.
-    random: bool = False  # It draws from a generator.
-    frozen: tuple[torch.Tensor, ...] = ()  # These operands lie on the host; a launch keeps values.
-    on: torch.device | None = None  # A constant is made on this device; without one, on the host.
+    reason: str = ""  # The report says this of what runs eagerly at replay.
+    random: bool = False  # It draws, or may draw, from a generator.
+    frozen: tuple[torch.Tensor, ...] = ()  # A launch keeps the values of these.
+    on: torch.device | None = None  # This device makes the constant; None: the host.
 
 
 def where(
     known: Known, device: Device, func: Any, args: Any, kwargs: dict[str, Any],
     stays_out: Collection[Any] = (),
 ) -> Verdict:  # fmt: skip
-    """Say where an operation goes; `stays_out` are those that no segment took in an earlier try."""
+    """Give the verdict on one operation; `stays_out` holds those that no segment takes."""
     if func in _LIFTS:
         return Verdict("constant")
     operands = tensors_of((args, kwargs))
@@ -59,12 +59,41 @@ def where(
         if not random and _follows_from_constants(known, func, operands):
             return Verdict("constant")
         return Verdict("host", f"{func} on the host", random)
-    if func in stays_out:
-        reason = "could not be captured"
-    else:
-        reason = _needs_a_mask_or_data(func, args) or _reads_host(known, func, on_host, to_host, to_device)
-    if not reason:
+    reason = _breaks_because(known, func, args, on_host, to_host, to_device, stays_out)
+    if reason is None:
         return Verdict("segment", "", random, tuple(on_host))
     if operands and not random and _follows_from_constants(known, func, operands):
         return Verdict("constant", on=target or device.on)
-    return Verdict("break", f"{str(func).removesuffix('.default')} {reason}", random)
+    return Verdict("break", reason, random)
+
+
+def is_random(func: Any) -> bool:
+    """Tell whether an operation draws, or may draw, from a generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _follows_from_constants(known: Known, func: Any, operands: list[torch.Tensor]) -> bool:
+    """Tell whether it makes something new of constants alone. A write has its place instead."""
+    return not writes(func) and all(map(known.is_constant, operands))
+
+
+def _breaks_because(
+    known: Known, func: Any, args: Any, on_host: list[torch.Tensor], to_host: bool,
+    to_device: bool, stays_out: Collection[Any],
+) -> str | None:  # fmt: skip
+    name, tags = str(func).removesuffix(".default"), getattr(func, "tags", ())
+    if func in stays_out:
+        return f"{name} could not be captured"
+    if func in _MASK_INDEXED:  # torch tags these as dynamic, which only masks are.
+        if any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None):
+            return f"{name} with a boolean mask"
+    elif any(tag in _DEPENDS_ON_DATA for tag in tags):
+        return f"{name} depends on data"
+    if to_host or (on_host and (to_device or func in _COPIES)):
+        return f"{name} between host and device"
+    reads_scalars = torch.Tag.pointwise in tags or func in _READ_SCALARS | UPLOADS_SCALARS
+    for t in on_host:
+        stays = known.is_outside(t) or known.is_constant(t)  # A guard watches what is outside.
+        if t.dim() or not reads_scalars or not stays:
+            return f"{name} reads a CPU tensor"
+    return None

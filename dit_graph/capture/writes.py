@@ -1,4 +1,4 @@
-"""In-place writes of one capture: what must be put back before a call can start again."""
+"""Notes in-place writes of one capture, which must be put back before a call starts again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +14,21 @@ When = Callable[[Callable[[], object]], object]
 
 
 def writes(func: Any) -> bool:
-    """Whether an operation writes into one of its operands."""
+    """Tell whether an operation writes into one of its operands."""
     schema = getattr(func, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 class Writes:
-    """Takes outside tensors aside before their first write, and puts written constants back."""
+    """Keeps copies of tensors from outside before their first write, and of written constants."""
 
     def __init__(self, known: Known, tape: Tape, undo: Undo) -> None:
         self._known, self._tape, self._undo = known, tape, undo
-        self.outside: list[torch.Tensor] = []  # whole storages, taken aside
-        self.arguments: set[int] = set()  # storages of staged arguments
+        self.outside: list[torch.Tensor] = []  # These whole storages are kept in `undo`.
+        self.arguments: set[int] = set()  # Staged arguments lie in these storages.
 
     def note(self, func: Any, args: Any, kwargs: Any, before: When) -> None:
-        """An operation is about to be recorded."""
+        """Note the writes of an operation that is about to be recorded, or run."""
         if not writes(func):
             return
         for i, argument in enumerate(func._schema.arguments):
@@ -54,6 +54,6 @@ class Writes:
 
 
 def whole_of(t: torch.Tensor) -> torch.Tensor:
-    """All elements of the storage that `t` lies in."""
+    """Give all elements of the storage that `t` lies in."""
     size = t.untyped_storage().nbytes() // t.itemsize
     return t.detach().as_strided((size,), (1,), 0)

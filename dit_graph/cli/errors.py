@@ -1,9 +1,10 @@
-"""The one error of the command lines, and how errors are told."""
+"""Tells what went wrong in one line, because whoever typed a command has no use for a traceback."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from dit_graph.embedded import UnknownConcept
 
@@ -15,7 +16,7 @@ class UsageError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's text without its line breaks."""
+    """Give an exception's text without its line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -33,7 +34,7 @@ def told(doing: str) -> Iterator[None]:
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Turn any failure to load into one line: what is broken or missing fails in many ways."""
+    """Turn any failure to load into one line; what is broken or missing fails in many ways."""
     try:
         yield
     except Exception as error:
@@ -41,10 +42,19 @@ def loading(what: str) -> Iterator[None]:
         raise UsageError(f"{what}: {one_line(error)}") from error
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def exit_code(command: str, run: Callable[[], None], tells: bool = True) -> int:
     """Run a command line: 0, 2 after an error that was told in one line, 130 when interrupted.
 
-    `tells`: False where another process tells the same error.
+    `tells` is False where another process tells the same error.
     """
     try:
         run()

@@ -1,4 +1,4 @@
-"""Which causal LM answers, and loading it.
+"""Decides which causal LM answers, and loads it.
 
 What can be said from a model's folder and config is said before its weights are loaded.
 """
@@ -24,7 +24,7 @@ _HEADS = ("CausalLM", "LMHead", "ConditionalGeneration")
 
 
 def check(options: "PrefillOptions") -> int | None:
-    """Everything about the model that can be checked before it is loaded.
+    """Check all about the model that can be checked before it is loaded.
 
     Returns:
         How many tokens it takes, or None where its config does not say.
@@ -49,7 +49,7 @@ def check(options: "PrefillOptions") -> int | None:
 
 
 def _where(model: str) -> str:
-    """What `from_pretrained` takes for `--model`: a folder, or an id on the hub."""
+    """Give `from_pretrained` what it takes for `--model`, a folder or an id on the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         _check_folder(path, model)
@@ -80,7 +80,7 @@ def _check_kind(config: Any, model: str) -> None:
 
 
 def _check_body(config: Any, model: str) -> None:
-    """Whether prefill can pad it, by its modules without their weights."""
+    """Build its modules without their weights, which says whether prefill can pad it."""
     with loading(f"cannot build {model}"), torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     try:
@@ -92,7 +92,7 @@ def _check_body(config: Any, model: str) -> None:
 
 
 def tokenizer(options: "PrefillOptions") -> Any:
-    """The model's tokenizer. Raises UsageError where it cannot be loaded."""
+    """Load the model's tokenizer. Raises UsageError where it cannot be loaded."""
     with loading(f"cannot load the tokenizer of {options.model_name}"):
         if options.model is None:
             return smollm2.tokenizer()
@@ -100,7 +100,7 @@ def tokenizer(options: "PrefillOptions") -> Any:
 
 
 def load(options: "PrefillOptions") -> Any:
-    """The model on its device; its `generate` is greedy, whatever its files say.
+    """Load the model to its device; its `generate` is greedy, whatever its files say.
 
     Raises:
         UsageError: it cannot be loaded.
@@ -120,7 +120,7 @@ def load(options: "PrefillOptions") -> Any:
 
 
 def _greedy(saved: Any, new: int) -> GenerationConfig:
-    """Greedy decoding that stops where the saved config would."""
+    """Decode greedily, but stop where the saved config would."""
     ends = saved.eos_token_id
     first = ends[0] if isinstance(ends, list) else ends
     pad = saved.pad_token_id if saved.pad_token_id is not None else first
@@ -130,5 +130,5 @@ def _greedy(saved: Any, new: int) -> GenerationConfig:
         max_new_tokens=new,
         bos_token_id=saved.bos_token_id,
         eos_token_id=ends,
-        pad_token_id=0 if pad is None else pad,  # of one prompt nothing is padded
+        pad_token_id=0 if pad is None else pad,  # One prompt needs no padding.
     )

@@ -1,4 +1,4 @@
-"""Which pipeline draws, what its call takes, and loading it.
+"""Decides which pipeline draws, knows what its call takes, and loads it.
 
 What can be said from a pipeline's class or folder is said before anything is loaded.
 """
@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check(options: Options) -> None:
-    """Everything about the model that can be checked before it is loaded.
+    """Check all about the model that can be checked before it is loaded.
 
     Raises:
         UsageError: there is no such model or LoRA, or its pipeline cannot do what is asked.
@@ -45,12 +45,12 @@ def check(options: Options) -> None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether this can be OWNER/NAME on the hub and is no file's name."""
+    """Say whether this can be OWNER/NAME on the hub and is no file's name."""
     return bool(_HUB_ID.fullmatch(text)) and not text.endswith((".safetensors", ".bin", ".ckpt"))
 
 
 def _folder(options: Options) -> Path | None:
-    """The pipeline's local folder; None for one on the hub."""
+    """Find the pipeline's local folder; there is None for one on the hub."""
     model = options.model
     if model is None:
         return embedded.WEIGHTS
@@ -68,7 +68,7 @@ def _folder(options: Options) -> Path | None:
 def _class_name(folder: Path, options: Options) -> str:
     index = folder / "model_index.json"
     if folder == embedded.WEIGHTS and not index.is_file():
-        return ""  # loading says what is missing
+        return ""  # Loading says what is missing.
     try:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -80,7 +80,7 @@ def _class_name(folder: Path, options: Options) -> str:
 
 
 def _check_drawing(folder: Path, options: Options) -> None:
-    """The sizes and prompts of the embedded kind of model, which its files tell."""
+    """Check sizes and prompts of the embedded kind of model, whose files tell what it can draw."""
     for size in (*options.sizes, *options.warmup_sizes):
         try:
             check_size(**({"height": 64, "width": 64} | size))
@@ -97,17 +97,17 @@ def _check_drawing(folder: Path, options: Options) -> None:
 
 
 def spelt(size: Size) -> str:
-    """WIDTHxHEIGHT, as it is given."""
+    """Spell it WIDTHxHEIGHT, as it is given."""
     return f"{size.get('width', '?')}x{size.get('height', '?')}"
 
 
 def taken_by(cls: type) -> Mapping[str, inspect.Parameter]:
-    """The arguments of a pipeline's call by name."""
+    """List the arguments of a pipeline's call by name."""
     return inspect.signature(cls.__call__).parameters
 
 
 def arguments(cls: type, options: Options) -> dict[str, Any]:
-    """What every call of a pipeline of this class gets beside prompt, size and generators.
+    """Make what every call of this class gets beside prompt, size and generators.
 
     Raises:
         UsageError: the class does not take what was asked for.
@@ -142,7 +142,7 @@ def _check_taken(cls: type, options: Options, given: Iterable[str]) -> None:
 
 
 def check_given(cls: type, given: Collection[str]) -> None:
-    """Raises UsageError where a call of the class needs an argument beside the `given` ones."""
+    """Raise UsageError where a call of the class needs an argument beside the `given` ones."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for name, one in taken_by(cls).items():
         needed = one.kind in named and one.default is inspect.Parameter.empty
@@ -153,7 +153,7 @@ def check_given(cls: type, given: Collection[str]) -> None:
 
 
 def more(cls: type, options: Options) -> dict[str, Any]:
-    """The arguments of `--pipeline-kwargs`, once the class takes them."""
+    """Give the arguments of `--pipeline-kwargs`, once the class takes them."""
     taken = taken_by(cls)
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     for name in options.pipeline_kwargs:
@@ -167,14 +167,14 @@ def more(cls: type, options: Options) -> dict[str, Any]:
 
 
 def effective(cls: type, call: dict[str, Any], name: str) -> Any:
-    """The value that argument `name` has in a call: the given one or the default."""
+    """Find the value that argument `name` has in a call, the given one or the default."""
     parameter = taken_by(cls).get(name)
     default = None if parameter is None else parameter.default
     return call.get(name, None if default is inspect.Parameter.empty else default)
 
 
 def load(options: Options, gpu: str = "cuda") -> Any:
-    """The pipeline with its LoRAs, on its device, its own progress bar off.
+    """Load the pipeline with its LoRAs to its device, and turn its own progress bar off.
 
     `gpu` is where `--device cuda` is.
 
@@ -184,7 +184,7 @@ def load(options: Options, gpu: str = "cuda") -> Any:
     name = options.model or "the embedded model"
     with loading(f"cannot load {name}"):
         pipe = _load(options)
-    arguments(type(pipe), options)  # now that the class is known for certain
+    arguments(type(pipe), options)  # Now the class is known for certain.
     _load_loras(pipe, options.loras)
     pipe.set_progress_bar_config(disable=True)
     if options.device == "cuda":
@@ -199,7 +199,7 @@ def _load(options: Options) -> Any:
         return embedded.load(options.dtype)
     cls: Any = DiffusionPipeline
     if folder is not None and _class_name(folder, options) == EmojiPipeline.__name__:
-        cls = EmojiPipeline  # which diffusers itself does not know
+        cls = EmojiPipeline  # Diffusers itself does not know it.
     return cls.from_pretrained(folder or options.model, dtype=options.dtype)
 
 
@@ -214,5 +214,5 @@ def _load_loras(pipe: Any, loras: Sequence[str]) -> None:
         path = Path(lora).expanduser()
         with loading(f"--lora {lora}: cannot be loaded"):
             load_into(str(path) if path.exists() else lora, adapter_name=name)
-    if len(names) > 1:  # otherwise only the last one is active
+    if len(names) > 1:  # Otherwise only the last one is active.
         owner.set_adapters(names)

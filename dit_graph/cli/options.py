@@ -1,27 +1,55 @@
-"""The command line as one frozen `Options`; what is wrong on its face is a `UsageError`.
+"""Keeps what the commands were asked; what is wrong on its face is a `UsageError`.
 
-Reads the prompt file; it loads nothing and knows no model.
+It reads the prompt file, but it loads nothing and knows no model.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from dit_graph.cli.errors import UsageError
-from dit_graph.cli.parser import Size, parser
+from dit_graph.cli.parser import Size
 from dit_graph.config import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What was asked for, checked as far as that goes without a model.
+class Asked:
+    """Every command is asked these.
 
-    `None` is "not given" throughout: the pipeline's own default holds. `spelling` has the option
-    of each argument of a pipeline's call that has one, and `model`'s.
+    `None` is "not given" throughout: the default of the pipeline or model itself holds.
+    """
+
+    prompts: tuple[str, ...]
+    model: str | None
+    dtype: torch.dtype
+    device: str
+    backend: Backend = "breakable"
+    graph: bool = True
+    report: str = "text"
+
+    @classmethod
+    def of(cls, given: argparse.Namespace, **settled: Any) -> Self:
+        """Take each field as it is `settled`, or else as it was parsed under its own name."""
+        names = {field.name for field in fields(cls)}
+        parsed = {name: value for name, value in vars(given).items() if name in names}
+        frozen = {n: tuple(v) if isinstance(v, list) else v for n, v in parsed.items()}
+        return cls(**{**frozen, **settled})
+
+    @property
+    def enable(self) -> dict[str, Any]:
+        """Tell `dit_graph.enable` of the recorder; any other device it sees by the model."""
+        return {"device": "recorder" if self.device == "recorder" else "auto"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Asked):
+    """A command on a pipeline is asked these too; checks go as far as they go without it.
+
+    `spelling` has the option of each argument of a pipeline's call that has one, and `model`'s.
     """
 
     spelling: ClassVar[Mapping[str, str]] = {
@@ -35,12 +63,8 @@ class Options:
         "num_images_per_prompt": "--num-images-per-prompt",
         "generator": "--seed",
     }
-    draws: ClassVar[bool] = True  # pictures, one frame each
+    draws: ClassVar[bool] = True  # These are pictures of one frame each.
 
-    prompts: tuple[str, ...]
-    model: str | None
-    dtype: torch.dtype
-    device: str
     pipeline_kwargs: dict[str, Any]
     sizes: tuple[Size, ...]
     steps: int | None
@@ -49,64 +73,20 @@ class Options:
     seed: int = 0
     count: int = 1
     loras: tuple[str, ...] = ()
-    backend: Backend = "breakable"
-    graph: bool = True
     warmup_sizes: tuple[Size, ...] = ()
-    output: Path = Path()
-    report: str = "text"
-
-    @property
-    def total(self) -> int:
-        """How many pictures this draws."""
-        return len(self.prompts) * len(self.sizes) * self.count
-
-    @property
-    def single_file(self) -> bool:
-        """Whether `output` names the picture itself and not a folder."""
-        return self.output.suffix.lower() == ".png" and not self.output.is_dir()
 
 
-def parse(argv: Sequence[str] | None) -> Options:
-    """The options of a command line.
-
-    Raises:
-        UsageError: an option has a value that cannot work, or two contradict each other.
-    """
-    given = parser().parse_intermixed_args(argv)
-    if given.no_graph and given.warmup_sizes:
-        raise UsageError("--warmup-sizes records graphs, which --no-graph forbids; give one")
-    device = device_or(given.device, "cpu")
-    dtype = given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    return Options(
-        prompts=prompts(given, "say what to draw", "generate fox"),
-        negative_prompt=plain(given.negative_prompt, "--negative-prompt"),
-        sizes=_chosen_sizes(given),
-        steps=given.steps,
-        guidance_scale=given.guidance_scale,
-        seed=given.seed,
-        count=given.num_images_per_prompt,
-        model=given.model,
-        dtype=dtype,
-        loras=tuple(given.lora),
-        device=device,
-        backend=given.backend,
-        graph=not given.no_graph,
-        warmup_sizes=given.warmup_sizes,
-        output=given.output.expanduser(),
-        report=given.report,
-        pipeline_kwargs=given.pipeline_kwargs,
-    )
-
-
-def device_or(name: str | None, otherwise: str) -> str:
-    """The device that was asked for; else cuda where there is one, and `otherwise` elsewhere."""
-    if name == "cuda" and not torch.cuda.is_available():
+def settle(given: argparse.Namespace, otherwise: str) -> None:
+    """Fill in a device and a dtype that were left open; without CUDA the device is `otherwise`."""
+    there = torch.cuda.is_available()
+    if given.device == "cuda" and not there:
         raise UsageError("--device cuda: torch sees no CUDA device; use --device cpu or recorder")
-    return name or ("cuda" if torch.cuda.is_available() else otherwise)
+    given.device = given.device or ("cuda" if there else otherwise)
+    given.dtype = given.dtype or (torch.bfloat16 if given.device == "cuda" else torch.float32)
 
 
 def prompts(given: argparse.Namespace, wanted: str, example: str) -> tuple[str, ...]:
-    """The prompts of all options; errors ask for what is `wanted` and give an `example`."""
+    """Collect the prompts of all options; errors ask for what is `wanted` and give an `example`."""
     found = [*given.positional, *given.prompt]
     if given.prompt_file is not None:
         found += lines_of(given.prompt_file.expanduser())
@@ -120,7 +100,7 @@ def prompts(given: argparse.Namespace, wanted: str, example: str) -> tuple[str, 
 
 
 def lines_of(path: Path) -> list[str]:
-    """The prompts of a file, one a line."""
+    """Read the prompts of a file, which has one a line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -135,17 +115,9 @@ def lines_of(path: Path) -> list[str]:
 
 
 def plain(text: str | None, name: str) -> str | None:
-    """`text`, which must be Unicode: bytes that are none arrive as surrogates."""
+    """Refuse a `text` that is no Unicode, such as bytes, which arrive as surrogates."""
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"{name}: is not UTF-8 text: {text!r}") from error
     return text
-
-
-def _chosen_sizes(given: argparse.Namespace) -> tuple[Size, ...]:
-    sides = {name: getattr(given, name) for name in ("height", "width")}
-    sides = {name: value for name, value in sides.items() if value is not None}
-    if sides and given.size:
-        raise UsageError(f"--size and --{next(iter(sides))} contradict each other; give one")
-    return tuple(given.size or [sides])

@@ -1,4 +1,4 @@
-"""The words of the command line and the form of each one's value."""
+"""Has what command lines share of their words: the parser, common options, forms of values."""
 
 import argparse
 import json
@@ -22,14 +22,71 @@ DTYPES = {
 }
 
 Size = dict[str, int]
-"""`height` and `width` in pixels; one that is missing is left to the pipeline."""
+"""It has `height` and `width` in pixels; one that is missing is left to the pipeline."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print and exit."""
+    """Parse `python -m dit_graph.NAME`; raise UsageError where argparse would print and exit.
+
+    Options are stored under the names of the fields of `Asked` that they become.
+    """
+
+    def __init__(self, name: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=f"python -m dit_graph.{name}",
+            description=description,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
+
+
+def add_prompts(group: argparse._ActionsContainer, what: str) -> None:
+    """Take prompts as words of the command line and by option; `what` is the help of the words."""
+    add = group.add_argument
+    add("positional", nargs="*", metavar="PROMPT", help=what)
+    add("--prompt", nargs="+", action="extend", default=[], metavar="PROMPT", help="likewise")
+    add_prompt_file(group)
+
+
+def add_prompt_file(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line")
+
+
+def add_pipeline_kwargs(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--pipeline-kwargs", type=_json_object, default={}, metavar="JSON",
+        help="an object with more arguments of the pipeline's call")  # fmt: skip
+
+
+def add_where(group: argparse._ActionsContainer, otherwise: str) -> None:
+    """Add `--dtype` and `--device`, which is `otherwise` where there is no CUDA device."""
+    group.add_argument("--dtype", type=_dtype, metavar="TYPE",
+        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
+    group.add_argument("--device", choices=("cuda", "cpu", "recorder"),
+        help="cuda; cpu, which is eager; or recorder, which records and replays on the CPU "
+        f"(default cuda where there is one, else {otherwise})")  # fmt: skip
+
+
+def add_backend(group: argparse._ActionsContainer, what: str) -> None:
+    """Add `--backend`; `what` is recorded with it."""
+    group.add_argument("--backend", choices=get_args(Backend), default="breakable",
+        help=f"how the {what} is recorded (default breakable)")  # fmt: skip
+
+
+def add_graph(group: argparse._ActionsContainer, what: str) -> None:
+    """Add `--backend` and `--no-graph`, which exclude each other; `what` is recorded."""
+    choice = group.add_mutually_exclusive_group()
+    add_backend(choice, what)
+    choice.add_argument("--no-graph", action="store_false", dest="graph",
+        help="leave the model as it is")  # fmt: skip
+
+
+def add_report(group: argparse._ActionsContainer, what: str) -> None:
+    group.add_argument("--report", choices=("text", "json"), default="text",
+        help=f"{what} (default text)")  # fmt: skip
 
 
 def whole(low: int) -> Callable[[str], int]:
@@ -47,7 +104,7 @@ def whole(low: int) -> Callable[[str], int]:
     return parse
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -66,17 +123,13 @@ def size(text: str) -> Size:
     return {"height": int(height), "width": int(width)}
 
 
-def _sizes(text: str) -> tuple[Size, ...]:
-    return tuple(size(part.strip()) for part in text.split(","))
-
-
-def dtype(text: str) -> torch.dtype:
+def _dtype(text: str) -> torch.dtype:
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(DTYPES)}; got {text!r}")
     return DTYPES[text]
 
 
-def json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -86,85 +139,3 @@ def json_object(text: str) -> dict[str, Any]:
             f'must be a JSON object, for example \'{{"style": "noto"}}\', got {text!r}'
         )
     return value
-
-
-_EXAMPLES = """\
-examples:
-  python -m dit_graph.generate fox
-  python -m dit_graph.generate fox "birthday cake" --size 64x64 --size 96x64 --seed 7
-  python -m dit_graph.generate --model OWNER/NAME --prompt "a fox in the snow" --steps 28 \\
-      --size 1024x1024 --warmup-sizes 1024x1024 --output fox.png
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The parser; what it refuses is a UsageError."""
-    built = Parser(
-        prog="python -m dit_graph.generate",
-        description="Draw pictures with a diffusers pipeline whose transformer is replayed from "
-        "CUDA graphs. Without --model the small embedded model draws; it needs no download.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_what(built.add_argument_group("what to draw"))
-    _add_how(built.add_argument_group("with what"))
-    _add_graphs(built.add_argument_group("graphs"))
-    _add_results(built.add_argument_group("results"))
-    return built
-
-
-def _add_what(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("positional", nargs="*", metavar="PROMPT", help="what to draw, one picture each")
-    add("--prompt", nargs="+", action="extend", default=[], metavar="PROMPT", help="likewise")
-    add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line")
-    add("--negative-prompt", metavar="TEXT", help="what to steer away from")
-    add("--size", type=size, action="append", metavar="WxH", help="pixels; may be repeated")
-    add("--height", type=whole(1), metavar="H", help="pixels, instead of --size")
-    add("--width", type=whole(1), metavar="W", help="pixels, instead of --size")
-    add("--steps", "--num-inference-steps", type=whole(1), metavar="N", help="denoising steps")
-    add("--guidance-scale", type=_finite, metavar="X", help="above 1 usually with guidance")
-    add("--seed", type=whole(0), default=0, metavar="N",
-        help="of the first picture; every following one has the next (default 0)")  # fmt: skip
-    add("--num-images-per-prompt", type=whole(1), default=1, metavar="N",
-        help="pictures of each prompt and size, drawn together (default 1)")  # fmt: skip
-    add("--pipeline-kwargs", type=json_object, default={}, metavar="JSON",
-        help="an object with more arguments of the pipeline's call")  # fmt: skip
-
-
-def _add_how(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--model", metavar="PATH_OR_ID", help="a diffusers pipeline's folder or hub id OWNER/NAME")
-    add("--lora", action="append", default=[], metavar="PATH", help="LoRA; may be repeated")
-    add_where(group, "cpu")
-
-
-def add_where(group: argparse._ActionsContainer, otherwise: str) -> None:
-    """`--dtype` and `--device`, which is `otherwise` where there is no CUDA device."""
-    group.add_argument("--dtype", type=dtype, metavar="TYPE",
-        help=f"{', '.join(DTYPES)} (default bfloat16 on cuda, else float32)")  # fmt: skip
-    group.add_argument("--device", choices=("cuda", "cpu", "recorder"),
-        help="cuda; cpu, which is eager; or recorder, which records and replays on the CPU "
-        f"(default cuda where there is one, else {otherwise})")  # fmt: skip
-
-
-def add_backend(group: argparse._ActionsContainer, what: str) -> None:
-    """`--backend` or `--no-graph`, for `what` is recorded."""
-    choice = group.add_mutually_exclusive_group()
-    choice.add_argument("--backend", choices=get_args(Backend), default="breakable",
-        help=f"how the {what} is recorded (default breakable)")  # fmt: skip
-    choice.add_argument("--no-graph", action="store_true", help="leave the model as it is")
-
-
-def _add_graphs(group: argparse._ArgumentGroup) -> None:
-    add_backend(group, "transformer")
-    group.add_argument("--warmup-sizes", type=_sizes, default=(), metavar="WxH[,WxH]",
-        help="record these sizes before drawing")  # fmt: skip
-
-
-def _add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", type=Path, default=Path("out"), metavar="PATH",
-        help="a folder, or a .png file for one picture (default out)")  # fmt: skip
-    group.add_argument("--report", choices=("text", "json"), default="text",
-        help="what was recorded, as text or as one JSON line on stdout (default text)")  # fmt: skip

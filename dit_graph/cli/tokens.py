@@ -1,4 +1,4 @@
-"""Prompts as a causal LM's tokens, and its answers as text. Knows no model, only its tokenizer."""
+"""Turns prompts into a causal LM's tokens and answers into text; it knows the tokenizer alone."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a model is called with, and what reads its answers.
+    """A model is called with these, and the tokenizer reads its answers.
 
     `inputs` has one dict a prompt: `input_ids` and `attention_mask`, both (1, tokens) int64.
     """
@@ -22,14 +22,14 @@ class Prompts:
     inputs: tuple[dict[str, torch.Tensor], ...]
 
     def text(self, tokens: torch.Tensor) -> str:
-        """`tokens` (n,) as text, without the special ones."""
+        """Read `tokens` (n,) as text, without the special ones."""
         read = self.tokenizer.decode
         answer: str = read(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return answer
 
 
 def read(options: "PrefillOptions", tokenizer: Any, most: int | None) -> Prompts:
-    """The prompts as tokens, for a model that takes `most` of them (None: any number).
+    """Make tokens of the prompts, for a model that takes `most` of them (None: any number).
 
     Raises:
         UsageError: there is no chat template for --chat, or a prompt is too long or too short.

@@ -1,6 +1,7 @@
-"""The segment map of what is recorded: as text, as plain dicts, and as a picture.
+"""Explains what is recorded, as text, as plain dicts and as a picture.
 
-Reads runners, entries and tapes; changes nothing, and times steps only when it is asked to.
+It reads recordings and changes nothing. It times steps only when it is asked to, because that runs
+them.
 """
 
 from dit_graph.explain.facts import (

@@ -1,4 +1,4 @@
-"""`python -m dit_graph.explain MODEL`."""
+"""Runs `python -m dit_graph.explain MODEL`."""
 
 import sys
 

@@ -1,18 +1,21 @@
-"""What an explanation holds: frozen facts that outlive the recordings they were read from."""
+"""Frozen facts, which an explanation holds because it outlives the recordings that it is of."""
 
 import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dit_graph.explain import plot, text
+from dit_graph.explain.plot import figure
 from dit_graph.explain.syncs import HostSync
+from dit_graph.explain.text import lines
 
 StepKind = Literal["segment", "break", "reset", "whole call"]
+_OF_THE_REPORT = ("compared", "evictions", "differs")
+"""These facts are shown by the report alone; `to_dict` has what the text of an explanation has."""
 
 
 @dataclass(frozen=True)
 class HandedValue:
-    """A value that a break hands to Python, and what a replay compares of it.
+    """A break hands this value to Python, and `guard` is what a replay compares of it.
 
     `guard` is `"exact"`, `"shape"`, or the outcomes of the comparisons that the forward made with a
     float, such as `"< 0.5 is True"`; it is empty where nothing was done with the float.
@@ -24,7 +27,7 @@ class HandedValue:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a tape.
+    """This is one step of a recording.
 
     Args:
         ops: operations of a segment; None for the other kinds.
@@ -33,7 +36,7 @@ class Step:
             itself, None when no call of either was found.
         marked: somebody asked for this break, by decorator or by pattern.
         hands: what the break hands to Python.
-        ms: milliseconds on the device's clock; None where it was not measured.
+        ms: milliseconds on the device's clock; None where they were not measured.
     """
 
     kind: StepKind
@@ -48,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class GuardedValue:
-    """A value that is compared before the first step."""
+    """This value is compared before the first step, because the steps hold for it alone."""
 
     what: str
     expected: Any
@@ -56,10 +59,10 @@ class GuardedValue:
 
 @dataclass(frozen=True)
 class ExternalRead:
-    """A tensor that segments read and that is neither argument nor weight.
+    """Segments read this tensor, which is neither an argument nor a weight.
 
     It comes from an attribute, a closure or a memo table, or was made from Python data alone.
-    `bytes` is the storage that the tape keeps alive for it.
+    `bytes` is the storage that the recording keeps alive for it.
     """
 
     shape: tuple[int, ...]
@@ -69,13 +72,14 @@ class ExternalRead:
 
 @dataclass(frozen=True)
 class Variant:
-    """One recording of a bucket; the last used one comes first.
+    """This is one recording of a signature; the one that was used last comes first.
 
     Args:
         written_inputs: indices of the tensor arguments that the forward writes in place.
         written_outside: how many tensors from outside the call it writes.
         undo_bytes: taken aside at every replay, in case a guard fails later.
         not_timed: why `ms` is None everywhere although times were asked for.
+        compared: how many values a replay compares, those that breaks hand over included.
     """
 
     steps: tuple[Step, ...]
@@ -85,6 +89,7 @@ class Variant:
     written_outside: int
     undo_bytes: int
     not_timed: str = ""
+    compared: int = 0
 
     def count(self, kind: StepKind) -> int:
         return sum(step.kind == kind for step in self.steps)
@@ -95,14 +100,21 @@ class Variant:
 
     @property
     def ms(self) -> float | None:
-        """The sum over its steps; None where they were not measured."""
+        """Sum up its steps; None where they were not measured."""
         times = [step.ms for step in self.steps if step.ms is not None]
         return sum(times) if times else None
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One signature of calls. `eager` counts by reason; `verdict` is what checks of it gave."""
+    """This is one signature of calls; its label tells their tensors and shapes.
+
+    Args:
+        eager: calls without a replay, by reason.
+        verdict: what comparisons with eager have shown.
+        evictions: how often its recordings made room for others.
+        differs: from the nearest signature that was recorded when this one first came.
+    """
 
     label: str
     state: str
@@ -114,11 +126,13 @@ class Bucket:
     input_bytes: int
     verdict: str
     variants: tuple[Variant, ...]
+    evictions: int = 0
+    differs: str = ""
 
 
 @dataclass(frozen=True)
 class Module:
-    """One graphed module. `graph_bytes` is shared by the modules of one pipeline."""
+    """This is one graphed module. The modules of one pipeline share their `graph_bytes`."""
 
     name: str
     class_name: str
@@ -132,10 +146,10 @@ class Module:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is recorded of one pipeline or module. `str()` of it is the text.
+    """This is what is recorded of one pipeline or module; `str()` makes it text.
 
-    `syncs_removed` has what `remove_syncs` took out of the loop and how often; None without it.
-    `syncs` has the host syncs of a picture where they were looked for (`host_syncs`), else None.
+    `syncs_removed` says what `remove_syncs` took out of the loop and how often; it is None without
+    that option. `syncs` has the host syncs of a picture; it is None where nobody looked for them.
     """
 
     modules: tuple[Module, ...]
@@ -144,25 +158,25 @@ class Explanation:
     syncs: tuple[HostSync, ...] | None = None
 
     def __str__(self) -> str:
-        return "\n".join(text.lines(self))
+        return "\n".join(lines(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as dicts, lists and plain values, in a form that JSON gives back equal."""
+        """Give what the text shows as plain values, which JSON gives back equal."""
         plain: dict[str, Any] = _lists(asdict(self))
         return plain
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write a PNG with one row a variant.
+        """Write a PNG that has one row for each variant.
 
         Raises:
             ConfigError: matplotlib is not installed, or nothing is recorded.
         """
-        plot.figure(self).savefig(path, format="png")
+        figure(self).savefig(path, format="png")
 
 
 def _lists(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _lists(part) for name, part in value.items()}
+        return {name: _lists(part) for name, part in value.items() if name not in _OF_THE_REPORT}
     if isinstance(value, (list, tuple)):
         return [_lists(part) for part in value]
     return value

@@ -1,4 +1,4 @@
-"""An explanation as a picture: segments to scale, breaks between them, one row a variant."""
+"""Draws an explanation: each variant is a row of segments, to scale, with breaks between them."""
 
 import textwrap
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ COLOURS = {
     "whole call": "#9d9d9d",
 }
 _LABEL = 48
-"""Characters of a line of a row's label."""
+"""A line of a row's label has at most so many characters, so that the bars keep their room."""
 
 Row = tuple[str, "Variant"]
 
 
 def figure(explanation: "Explanation") -> "Figure":
-    """The picture: one axes for the variants whose times are known, one for the others.
+    """Draw variants whose times are known and the others apart, because their units differ.
 
     Raises:
         ConfigError: matplotlib is not installed, or nothing is recorded.
@@ -47,7 +47,11 @@ def figure(explanation: "Explanation") -> "Figure":
 
 
 def empty_figure() -> "Figure":
-    """Raises ConfigError where matplotlib is not installed; it is imported here and only here."""
+    """Make a figure without axes. Only this imports matplotlib, which need not be installed.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -66,10 +70,10 @@ def _rows(explanation: "Explanation") -> Iterator[Row]:
 
 
 def _draw(axes: Any, rows: list[Row], unit: str) -> None:
-    """One bar a step, rows from top to bottom, and a legend of the kinds that occur."""
+    """Draw one bar for each step, rows from top to bottom, and a legend of the kinds that occur."""
     shown: dict[str, Any] = {}
     widest = max(sum(step.ops or 0 for step in variant.steps) for _, variant in rows)
-    thin = max(widest, 1) / 150  # a break has no operations and must be seen all the same
+    thin = max(widest, 1) / 150  # A break has no operations and must be seen all the same.
     for y, (_, variant) in enumerate(rows):
         left = 0.0
         for step in variant.steps:
@@ -94,6 +98,6 @@ def _draw(axes: Any, rows: list[Row], unit: str) -> None:
 
 
 def _summary(variant: "Variant") -> str:
-    """What stands at the end of a row."""
+    """Say in short what stands at the end of a row."""
     total = "" if variant.ms is None else f"{variant.ms:.3g} ms, "
     return f"{total}{variant.count('segment')} segments, {variant.count('break')} breaks"

@@ -1,4 +1,8 @@
-"""From runners, entries and tapes to facts."""
+"""Reads facts from runners, their entries and their recordings.
+
+It changes nothing, and it waits for the device only where it times, because a report may be asked
+for at any moment.
+"""
 
 import math
 from collections import Counter
@@ -18,7 +22,6 @@ from dit_graph.explain.facts import (
     Step,
     Variant,
 )
-from dit_graph.explain.report import notes_of
 from dit_graph.explain.timing import time_steps
 from dit_graph.memory.pool import Pool
 from dit_graph.runner.entry import Entry
@@ -34,9 +37,22 @@ def explain(
     time: bool,
     syncs_removed: dict[str, int] | None = None,
 ) -> Explanation:
-    """What is recorded behind `installs`; `time` measures the steps that can be run again."""
+    """Tell what is recorded behind `installs`; `time` also runs the steps that can be run again."""
     modules = tuple(_module(install, time) for install in installs)
     return Explanation(modules, tuple(notes), syncs_removed)
+
+
+def _notes_of(install: Any) -> Iterator[str]:
+    """Name what stands between a module and its recordings, or stood there once."""
+    if install.removed:
+        yield "disabled"
+    elif not install.installed:
+        yield "not installed: another hook took the slot away"
+    if install.compiled_over:
+        yield install.compiled_over
+    yield from install.notes
+    if install.runner is not None:
+        yield from sorted(install.runner.unmatched)
 
 
 def _module(install: Any, time: bool) -> Module:
@@ -44,7 +60,7 @@ def _module(install: Any, time: bool) -> Module:
     if runner is None:
         return _described(install, None, 0, install.tally.unreached, ())
     pool = runner.pool
-    with pool.lock:  # no call changes the entries meanwhile
+    with pool.lock:  # No call may change the entries meanwhile.
         buckets = tuple(_bucket(entry, pool, time) for entry in runner.entries.values())
         eager = install.tally.unreached + runner.refused
         return _described(install, str(pool.device.on), pool.bytes, eager, buckets)
@@ -59,7 +75,7 @@ def _described(
         device=device,
         backend=install.config.backend,
         graph_bytes=held,
-        notes=tuple(notes_of(install)),
+        notes=tuple(_notes_of(install)),
         eager=dict(eager),
         buckets=buckets,
     )
@@ -77,6 +93,8 @@ def _bucket(entry: Entry, pool: Pool, time: bool) -> Bucket:
         input_bytes=entry.static.bytes if entry.static else 0,
         verdict=entry.verdict,
         variants=tuple(_variant(tape, pool, time) for tape in entry.tapes),
+        evictions=entry.evictions,
+        differs=entry.differs,
     )
 
 
@@ -91,6 +109,7 @@ def _variant(tape: Tape, pool: Pool, time: bool) -> Variant:
         written_outside=len(tape.written_outside),
         undo_bytes=sum(t.nbytes for t in tape.saved),
         not_timed=not_timed,
+        compared=tape.compared_values,
     )
 
 
@@ -102,7 +121,7 @@ def _step(step: Any, ms: float | None) -> Step:
         return Step("reset", ms=ms)
     if isinstance(step, WholeCall):
         return Step("whole call", ms=ms)
-    return Step("segment", step.ops, ms=ms)
+    return Step("segment", getattr(step, "ops", None), ms=ms)
 
 
 def _handed(step: Break) -> Iterator[HandedValue]:
@@ -112,14 +131,14 @@ def _handed(step: Break) -> Iterator[HandedValue]:
         if isinstance(home, torch.Tensor):
             if shaped:
                 yield HandedValue(list(home.shape), "shape")
-        elif type(home) is DeviceNumber and not home.exact:  # any other look at it would pin it
+        elif type(home) is DeviceNumber and not home.exact:  # Any other look pins it.
             yield HandedValue(_plain(home.value), _outcomes(home))
         elif home is not None:
             yield HandedValue(_plain(home.value if type(home) is DeviceNumber else home), "exact")
 
 
 def _outcomes(number: DeviceNumber) -> str:
-    """The comparisons that a replay must repeat, each once."""
+    """Name each comparison that a replay must repeat, once."""
     said = [f"{_SIGNS[op.__name__]} {other!r} is {is_so}" for op, other, is_so in number.outcomes]
     return ", ".join(dict.fromkeys(said))
 
@@ -130,7 +149,7 @@ def _external(t: torch.Tensor) -> ExternalRead:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON holds; what it cannot hold is told by its repr."""
+    """Make a value one that JSON holds; what JSON cannot hold is told by its repr."""
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Where the host waits for the device in what runs: found by torch, counted by source line."""
+"""Finds where the host waits for the device: torch warns of it, and source lines are counted."""
 
 import warnings
 from collections import Counter
@@ -15,7 +15,7 @@ from dit_graph.errors import ConfigError
 
 @dataclass(frozen=True)
 class HostSync:
-    """A line (`file:line in function`) at which the host waited `count` times for the device."""
+    """At this line (`file:line in function`) the host waited `count` times for the device."""
 
     where: str
     count: int
@@ -25,8 +25,8 @@ class HostSync:
 def host_syncs() -> Iterator[list[HostSync]]:
     """Collect the host syncs of what runs inside; the list is filled at the end, most first.
 
-    Goes by `torch.cuda.set_sync_debug_mode`, which knows torch's own operations, not those of other
-    libraries, and not `torch.cuda.synchronize`. It holds for the whole process.
+    It goes by `torch.cuda.set_sync_debug_mode`, which knows torch's own operations, not those of
+    other libraries and not `torch.cuda.synchronize`, and which holds for the whole process.
 
     Raises:
         ConfigError: there is no CUDA device.

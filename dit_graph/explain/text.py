@@ -1,11 +1,10 @@
-"""An explanation as indented text."""
+"""Tells an explanation as indented text, in full or as brief as a report."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
-
-from dit_graph.explain.report import size, syncs
 
 if TYPE_CHECKING:
     from dit_graph.explain.facts import (
@@ -19,42 +18,63 @@ if TYPE_CHECKING:
     )
 
 _MOST = 4
-"""Values or tensors that are spelt out in one line; the rest is counted."""
+"""A line spells out so many values or tensors and counts the rest, so that it stays readable."""
 
 
-def lines(explanation: "Explanation") -> Iterator[str]:
+def lines(explanation: "Explanation", brief: bool = False) -> Iterator[str]:
+    """Tell all of it; `brief` tells of each recording its breaks alone, by source line."""
     yield from (f"! {note}" for note in explanation.notes)
     if explanation.syncs_removed is not None:
-        yield syncs(explanation.syncs_removed)
+        removed = (f"{what} ({count}x)" for what, count in explanation.syncs_removed.items())
+        yield f"remove_syncs: {', '.join(removed) or 'nothing so far'}"
     if explanation.syncs is not None:
         total = sum(sync.count for sync in explanation.syncs)
         yield f"host syncs of a picture: {total or 'none'}"
         yield from (f"  {sync.count}x at {sync.where}" for sync in explanation.syncs)
     for module in explanation.modules:
-        yield from _module(module)
+        yield from _module(module, brief)
 
 
-def _module(module: "Module") -> Iterator[str]:
+def _module(module: "Module", brief: bool) -> Iterator[str]:
     on = f"on {module.device}" if module.device else "not recorded"
-    memory = size(module.graph_bytes)
-    yield f"{module.name} ({module.class_name}) {on}, {module.backend}, graph memory {memory}"
+    memory = f"graph memory {_size(module.graph_bytes)}"
+    shown = module.backend if brief else f"{module.backend}, {memory}"
+    yield f"{module.name} ({module.class_name}) {on}, {shown}"
     yield from (f"  ! {note}" for note in module.notes)
     yield from (f"  eager {count}: {reason}" for reason, count in module.eager.items())
+    if brief and module.device:
+        yield f"  {memory}"
     for bucket in module.buckets:
-        yield from _bucket(bucket)
+        yield from _bucket(bucket, brief)
 
 
-def _bucket(bucket: "Bucket") -> Iterator[str]:
+def _bucket(bucket: "Bucket", brief: bool) -> Iterator[str]:
     yield f"  bucket {bucket.label}: {bucket.state}"
+    variants = f" variants {len(bucket.variants)}," if brief else ""
     yield (
         f"    cold {bucket.cold}, captures {bucket.captures} in {bucket.capture_seconds:.2f} s,"
-        f" replays {bucket.replays}, inputs {size(bucket.input_bytes)}"
+        f" replays {bucket.replays},{variants} inputs {_size(bucket.input_bytes)}"
     )
+    if brief and bucket.evictions:
+        yield f"    made room for other recordings {bucket.evictions} times"
+    if brief and bucket.differs:
+        yield f"    differs from the nearest recorded: {bucket.differs}"
     if bucket.verdict:
-        yield f"    {bucket.verdict}"
+        yield f"    {'shown: ' if brief else ''}{bucket.verdict}"
     yield from (f"    eager {count}: {reason}" for reason, count in bucket.eager.items())
     for number, variant in enumerate(bucket.variants):
-        yield from _variant(number, variant)
+        yield from (_report if brief else _variant)(number, variant)
+
+
+def _report(number: int, variant: "Variant") -> Iterator[str]:
+    breaks = [f"{step.reason} at {step.where}" for step in variant.steps if step.kind == "break"]
+    yield (
+        f"    variant {number}: segments {variant.count('segment')},"
+        f" breaks {len(breaks)}, guards {variant.compared}"
+    )
+    for told, count in Counter(breaks).items():
+        yield f"      break{f' x{count}' if count > 1 else ''}: {told}"
+    yield from (f"      guard: {guard.what} is {guard.expected}" for guard in variant.guards)
 
 
 def _variant(number: int, variant: "Variant") -> Iterator[str]:
@@ -74,7 +94,7 @@ def _variant(number: int, variant: "Variant") -> Iterator[str]:
     if variant.written_outside or variant.undo_bytes:
         yield (
             f"      writes outside {variant.written_outside} tensors,"
-            f" undo {size(variant.undo_bytes)} a replay"
+            f" undo {_size(variant.undo_bytes)} a replay"
         )
     for same, steps in groupby(variant.steps, key=lambda step: replace(step, ms=None)):
         group = list(steps)
@@ -90,7 +110,7 @@ def _step(step: "Step") -> str:
 
 
 def _break(group: list["Step"]) -> str:
-    """One or more breaks, one after the other, that differ in nothing but their times."""
+    """Tell breaks that follow each other and differ in nothing but their times as one."""
     step = group[0]
     times = f" x{len(group)}" if len(group) > 1 else ""
     told = step.module is None or (step.module and step.reason.startswith(step.module))
@@ -117,9 +137,16 @@ def _values(hands: "tuple[HandedValue, ...]") -> str:
 
 def _reads(reads: "tuple[ExternalRead, ...]") -> str:
     said = [f"{read.dtype}{list(read.shape)}" for read in reads[:_MOST]]
-    total = size(sum(read.bytes for read in reads))
+    total = _size(sum(read.bytes for read in reads))
     return f"{len(reads)} tensors, {total}: {', '.join(said)}{_rest(len(reads))}"
 
 
 def _rest(count: int) -> str:
     return f" and {count - _MOST} more" if count > _MOST else ""
+
+
+def _size(count: int) -> str:
+    """Give bytes in the unit that suits them."""
+    if count < 2**20:
+        return f"{count} bytes" if count < 2**10 else f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB"

@@ -16,21 +16,22 @@ _ROUNDS = 3
 
 
 def time_steps(tape: Tape, pool: Pool) -> tuple[list[float], str]:
-    """Milliseconds a step, the median of some rounds after one that warms up; or none, and why.
+    """Take the milliseconds of each step, or none and say why.
 
-    The staged arguments keep the last call's values and `tape.guards` are not checked, so what is
-    computed is of no use and goes nowhere.
+    They are medians of some rounds, after one that warms up. The staged arguments keep the last
+    call's values and `tape.guards` are not checked, so what is computed is of no use and goes
+    nowhere.
     """
     if why := "a call is running" if pool.busy else effect_of(tape):
         return [], why
     rounds = [[pool.device.timer() for _ in tape.steps] for _ in range(_ROUNDS)]
     generators = pool.device.generators()
-    # inference mode may write into memory that was made in it, and into any other
+    # Inference mode may write into memory that was made in it, and into any other.
     with pool.using(), torch.inference_mode(), _put_back(generators) as states:
         try:
             for step in tape.steps:
                 step()
-            # an operation that may draw, such as attention with its dropout, need not do so
+            # An operation that may draw, such as attention with its dropout, need not do so.
             if any(not torch.equal(g.get_state(), s) for g, s in zip(generators, states)):
                 return [], "it draws random numbers"
             for timers in rounds:
@@ -40,7 +41,7 @@ def time_steps(tape: Tape, pool: Pool) -> tuple[list[float], str]:
                     timer.stop()
         except (GuardMismatch, BreakResultChanged) as error:
             return [], f"recorded for other values than the last call's: {error.place}"
-        except Exception as error:  # for example without the autocast of its calls
+        except Exception as error:  # It may need the autocast of its calls, for example.
             return [], f"a step fails outside of a call: {error!r}"
     return [median(_waited_for(timer) for timer in of_step) for of_step in zip(*rounds)], ""
 
@@ -62,7 +63,7 @@ def _put_back(generators: list[torch.Generator]) -> Iterator[list[torch.Tensor]]
 
 
 def effect_of(tape: Tape) -> str:
-    """What a run of these steps outside of any call would change for good; empty if nothing."""
+    """Say what a run of these steps outside of any call would change for good; empty if nothing."""
     if any(isinstance(step, WholeCall) for step in tape.steps):
         return "the whole forward is Python code, which may have side effects"
     if tape.written_inputs:
@@ -78,5 +79,5 @@ def effect_of(tape: Tape) -> str:
 
 
 def _in_place(step: Break) -> bool:
-    """A torch function that a pattern keeps eager: unlike an operation it has no schema."""
+    """Go by the name of a torch function that a pattern keeps eager: it has no schema to ask."""
     return not hasattr(step.fn, "_schema") and getattr(step.fn, "__name__", "").endswith("_")

@@ -20,7 +20,7 @@ log = logging.getLogger("dit_graph")
 
 
 class Fallback:
-    """Answers calls of one module eagerly, by name."""
+    """Answers calls of one module without graphs, and counts them by reason."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

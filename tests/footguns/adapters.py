@@ -36,9 +36,9 @@ def with_lora(machine: Machine, name: str = "flux") -> Pair:
     return pair
 
 
-# S9: adapter weights and flags are ignored; only Python floats and bools move
-@row("S9", without=rules.flags_and_numbers_unseen)
+@row(without=rules.flags_and_numbers_unseen)
 def adapter_weights_and_flags(machine: Machine) -> None:
+    """Adapter weights and flags are ignored; only Python floats and bools move."""
     pair = with_lora(machine)
     for change in (
         lambda m: m.set_adapters("one", 0.25),
@@ -54,9 +54,9 @@ def adapter_weights_and_flags(machine: Machine) -> None:
     never_eager(pair)
 
 
-# S10: a LoRA is counted twice once it is fused
-@row("S10", without=rules.growth_unseen)
+@row(without=rules.growth_unseen)
 def a_lora_is_fused(machine: Machine) -> None:
+    """A LoRA is counted twice once it is fused."""
     pair = with_lora(machine)
     recorded_again(pair, lambda m: [layer.merge() for layer in lora_layers(m)], inputs("flux"))
     recorded_again(pair, lambda m: m.unfuse_lora(), inputs("flux"))
@@ -66,9 +66,9 @@ def a_lora_is_fused(machine: Machine) -> None:
     never_eager(pair)
 
 
-# 57: a LoRA that is loaded has no effect
-@row("57", without=rules.nothing_is_retired)
+@row(without=rules.nothing_is_retired)
 def a_lora_is_loaded(machine: Machine) -> None:
+    """A LoRA that is loaded has no effect."""
     for name in ("flux", "sd3", "wan"):
         pair = family(machine, name)
         settle(pair, inputs(name))
@@ -77,9 +77,9 @@ def a_lora_is_loaded(machine: Machine) -> None:
     never_eager(pair)
 
 
-# 58: an adapter switch fails half-way, and the recording of before stays in use
-@row("58", without=rules.nothing_is_compared)
+@row(without=rules.nothing_is_compared)
 def an_adapter_switch_that_fails(machine: Machine) -> None:
+    """An adapter switch fails half-way, and the recording of before stays in use."""
     pair = with_lora(machine)
 
     def switch(m: Any) -> None:
@@ -103,9 +103,9 @@ def an_adapter_switch_that_fails(machine: Machine) -> None:
     never_eager(pair)
 
 
-# 59: weights are swapped while they are in use
-@row("59", without=rules.no_picture_begins, says="the picture differs")
+@row(without=rules.no_picture_begins, says="the picture differs")
 def weights_are_swapped(machine: Machine) -> None:
+    """Weights are swapped while they are in use."""
     pair = with_lora(machine)
     captures = pair.stats["captures"]
     both(pair, lambda m: [part.weight.copy_(part.weight * 2) for part in low_rank(m)])
@@ -141,9 +141,9 @@ def swap(m: Any) -> None:
         part.weight.data = part.weight.data * 3
 
 
-# 63: the weights of before the swap are read
-@row("63", without=rules.new_parameters_unseen)
+@row(without=rules.new_parameters_unseen)
 def weights_are_assigned(machine: Machine) -> None:
+    """The weights of before the swap are read."""
     pair = family(machine, "sd3")
     settle(pair, inputs("sd3"))
 
@@ -160,14 +160,13 @@ def replace_bias(linear: Any) -> None:
     linear.bias = torch.nn.Parameter(linear.bias + 1, requires_grad=False)
 
 
-# 64, 65: offload hooks never run at a replay
 @row(
-    "64/65",
     silent=False,
     without=rules.not_blocked_by("offload"),
     says="nothing says 'offload hooks present",
 )
 def offload_hooks(machine: Machine) -> None:
+    """Offload hooks never run at a replay."""
     on = torch.device(machine.on)
     for offload in (
         lambda m: accelerate.cpu_offload(m, execution_device=on),
@@ -198,14 +197,13 @@ def offload_hooks(machine: Machine) -> None:
     assert stats["replays"] > 6 or any("offload hooks" in reason for reason in stats["eager"])
 
 
-# 101: the device moves after a recording
 @row(
-    "101",
     silent=False,
     without=rules.not_blocked_by("parameters are on"),
     says="parameters are on meta",
 )
 def the_device_moves(machine: Machine) -> None:
+    """The device moves after a recording."""
     pair = family(machine, "flux")
     settle(pair, inputs("flux"))
     weights = {name: t * 2 for name, t in pair.graphed.state_dict().items()}

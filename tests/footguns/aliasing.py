@@ -11,7 +11,6 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from dit_graph import eager_on_graph
 from tests.footguns import rules
 from tests.footguns.case import (
-    Toy,
     both,
     eager_because,
     family,
@@ -20,11 +19,11 @@ from tests.footguns.case import (
     recorded_again,
     replayed,
     row,
-    rows,
     settle,
     x_only,
 )
 from tests.pair import Machine, Pair
+from tests.toys import Toy, rows
 
 
 def attention(pure: bool = True) -> Any:
@@ -52,9 +51,9 @@ def churn() -> None:
     gc.collect()
 
 
-# 1: a break reads a block that a bucket captured later has taken over
-@row("1", without=rules.no_input_of_a_break_is_owned)
+@row(without=rules.no_input_of_a_break_is_owned)
 def buckets_in_one_pool(machine: Machine) -> None:
+    """A break reads a block that a bucket captured later has taken over."""
     pair = machine.pair(Toy(around(attention())))
     for n in (8, 4, 2):
         settle(pair, lambda seed: {"x": rows(seed, n)}, times=2)
@@ -68,9 +67,9 @@ def pool_of(pair: Pair) -> Any:
     return pair.handle.pool_on(torch.device(pair.machine.on))
 
 
-# 2: what a break made at capture is freed, and the next segment reads what lies there now
-@row("2", without=rules.no_home_for_results_of_breaks)
+@row(without=rules.no_home_for_results_of_breaks)
 def results_of_a_break_are_gone(machine: Machine) -> None:
+    """What a break made at capture is freed, and the next segment reads what lies there now."""
     pair = machine.pair(Toy(around(attention(pure=False))))
     settle(pair, x_only, times=2)
     churn()
@@ -80,9 +79,9 @@ def results_of_a_break_are_gone(machine: Machine) -> None:
     replayed(pair, x_only, times=3)
 
 
-# 6: a workspace that is first made while recording takes a block that earlier work still writes
-@row("6", without=rules.survivors_unseen)
+@row(without=rules.survivors_unseen)
 def a_workspace_first_made_under_capture(machine: Machine) -> None:
+    """A workspace first made while recording takes a block that earlier work still writes."""
     tables: dict[int, Any] = defaultdict(dict)
 
     def body(m: Any, x: Any) -> Any:
@@ -100,9 +99,10 @@ def a_workspace_first_made_under_capture(machine: Machine) -> None:
     assert torch.equal(*(tables[id(m)]["peak"] for m in (pair.graphed, pair.eager)))
 
 
-# 9: black images after the weights were cast up and down
-@row("9", without=rules.addresses_unseen)
+@row(without=rules.addresses_unseen)
 def weights_cast_up_and_down(machine: Machine) -> None:
+    """Black images after the weights were cast up and down."""
+
     def cast(m: Any) -> None:
         m.float()
         m.linear.weight.mul_(3)
@@ -117,9 +117,9 @@ def weights_cast_up_and_down(machine: Machine) -> None:
     recorded_again(pair, lambda m: m.float().bfloat16().float(), inputs("flux"))
 
 
-# 10: the first result changes when the second is made
-@row("10", without=rules.results_share_a_buffer, says="an earlier result changed")
+@row(without=rules.results_share_a_buffer, says="an earlier result changed")
 def the_first_of_two_results_is_kept(machine: Machine) -> None:
+    """The first result changes when the second is made."""
     pair = machine.pair(Toy(lambda m, x: (h := m.linear(x).tanh(), h[:1], {"sum": h.sum(0)})))
     settle(pair, x_only)
     held: list[tuple[Any, Any]] = []
@@ -130,9 +130,9 @@ def the_first_of_two_results_is_kept(machine: Machine) -> None:
         assert all(unchanged), "an earlier result changed"
 
 
-# 11: the output is the next input, and in eager it may be the very same tensor
-@row("11", without=rules.own_arguments_cloned, says="is not the caller's own tensor")
+@row(without=rules.own_arguments_cloned, says="is not the caller's own tensor")
 def the_output_is_the_next_input(machine: Machine) -> None:
+    """The output is the next input, and in eager it may be the very same tensor."""
     pair = machine.pair(Toy(lambda m, x: m.linear(x).tanh()))
     settle(pair, x_only)
     a = b = rows(0)
@@ -157,9 +157,9 @@ class Sample:
         self.sample = sample
 
 
-# 12: the result that the caller holds changes at the next step
-@row("12", without=rules.any_result_accepted, says="nothing says 'the forward returns a Sample'")
+@row(without=rules.any_result_accepted, says="nothing says 'the forward returns a Sample'")
 def output_objects(machine: Machine) -> None:
+    """The result that the caller holds changes at the next step."""
     pair = family(machine, "flux")
     calls = inputs("flux", return_dict=True)
     settle(pair, calls)
@@ -177,9 +177,10 @@ def output_objects(machine: Machine) -> None:
         assert pair.replays == 0
 
 
-# 15: Python data is uploaded once, from a host block that somebody else uses at replay
-@row("15", without=rules.constants_recycled)
+@row(without=rules.constants_recycled)
 def python_data_on_the_device(machine: Machine) -> None:
+    """Python data is uploaded once, from a host block that somebody else uses at replay."""
+
     def body(m: Any, x: Any) -> Any:
         weights = torch.tensor([1.0, 2.0] * 4, device=x.device)
         index = torch.as_tensor([1, 0], device=x.device)

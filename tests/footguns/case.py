@@ -1,4 +1,4 @@
-"""What a case is: a row's small reproduction, and the switch that takes out the rule behind it."""
+"""What a case is: a trap's small reproduction, and the switch that takes out the rule behind it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.families import FAMILIES
 from tests.pair import Machine, Pair
+from tests.toys import rows
 
 Check = Callable[[Machine], None]
 Switch = Callable[[pytest.MonkeyPatch], None]
@@ -22,7 +23,6 @@ Calls = Callable[[int], dict[str, Any]]
 class Case:
     """`check` holds; under `without` it raises `fails` with `says` in its message."""
 
-    row: str
     check: Check
     without: Switch
     fails: type[Exception]
@@ -34,40 +34,24 @@ CASES: dict[str, Case] = {}
 
 
 def row(
-    number: str,
     *,
     without: Switch,
     says: str = "differs from eager in result",
     fails: type[Exception] = AssertionError,
     silent: bool = True,
 ) -> Callable[[Check], Check]:
+    """The function's name is the row's, and its docstring says what goes wrong without the rule."""
+
     def add(check: Check) -> Check:
-        assert number not in CASES
-        CASES[number] = Case(number, check, without, fails, says, silent)
+        name = check.__name__.replace("_", " ")
+        assert name not in CASES
+        CASES[name] = Case(check, without, fails, says, silent)
         return check
 
     return add
 
 
-# ---- small modules and their inputs
-
-
-class Toy(nn.Module):
-    """A linear layer and a forward that is given; no buffers, whose objects `.to()` replaces."""
-
-    def __init__(self, body: Any, **attributes: Any) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8).requires_grad_(False)
-        self.body = body
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.body(self, x, *args, **kwargs)
-
-
-def rows(seed: int, n: int = 2) -> torch.Tensor:
-    return torch.randn(n, 8, generator=torch.Generator().manual_seed(seed))
+# ---- inputs and adapters
 
 
 def x_only(seed: int) -> dict[str, Any]:

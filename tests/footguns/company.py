@@ -8,12 +8,9 @@ from diffusers import FirstBlockCacheConfig
 
 import dit_graph
 from dit_graph import eager_on_graph
-from tests.compiled import compiled_block
-from tests.contract import counts_draws_branches, prompt
 from tests.families import FAMILIES
 from tests.footguns import rules
 from tests.footguns.case import (
-    Toy,
     both,
     eager_because,
     family,
@@ -22,18 +19,20 @@ from tests.footguns.case import (
     recorded_again,
     replayed,
     row,
-    rows,
     settle,
     x_only,
 )
 from tests.footguns.signatures import alive
 from tests.pair import Machine
 from tests.recorder.test_denoise import OPTIONS, add, draw, flux_pipeline, remove
+from tests.shared.compiled.blocks import compiled_block
+from tests.shared.contract.test_hard_cases import counts_draws_branches, prompt
+from tests.toys import Toy, rows
 
 
-# 86: the same dropout mask at every replay, or a seed that is ignored
-@row("86", without=rules.generators_not_taken_aside, says="generators")
+@row(without=rules.generators_not_taken_aside, says="generators")
 def random_numbers(machine: Machine) -> None:
+    """The same dropout mask at every replay, or a seed that is ignored."""
     between = eager_on_graph(lambda h: h + torch.randn_like(h))
 
     def drawing(m: Any, x: Any) -> Any:
@@ -57,14 +56,14 @@ def random_numbers(machine: Machine) -> None:
     never_eager(pair)
 
 
-# 87: a generator of the caller's is drawn from in the capture
 @row(
-    "87",
     silent=False,
     without=rules.any_generator_accepted,
     says='nothing says "a generator of the caller',
 )
 def a_callers_generator(machine: Machine) -> None:
+    """A generator of the caller's is drawn from in the capture."""
+
     def draws(m: Any, x: Any, generator: Any = None) -> Any:
         noise = torch.randn(x.shape, generator=generator or m.generator, device=x.device)
         return m.linear(x) + noise
@@ -87,9 +86,9 @@ def a_callers_generator(machine: Machine) -> None:
     eager_because(pair, "argument generator is a Generator, which has no value to compare")
 
 
-# N1: a CPU scalar is frozen in the launch
-@row("N1", without=rules.scalars_frozen)
+@row(without=rules.scalars_frozen)
 def cpu_scalars(machine: Machine) -> None:
+    """A CPU scalar is frozen in the launch."""
     pair = machine.pair(Toy(lambda m, x, t: m.linear(x) * t))
     settle(pair, lambda seed: {"x": rows(seed), "t": torch.tensor(float(seed))})
     for kept in (torch.tensor(1.0), {"t": [torch.tensor(2, dtype=torch.int64)]}):
@@ -106,9 +105,9 @@ def scalar(kept: Any) -> torch.Tensor:
     return kept if isinstance(kept, torch.Tensor) else kept["t"][0]
 
 
-# N2: a compiled block never runs compiled again
-@row("N2", silent=False, without=rules.compiled_code_is_watched, says="are not replayed")
+@row(silent=False, without=rules.compiled_code_is_watched, says="are not replayed")
 def compiled_blocks(machine: Machine) -> None:
+    """A compiled block never runs compiled again."""
     for order in ("compile first", "enable first"):
         equal, replays, runs = compiled_block(machine, order)
         assert equal, "differs from eager in result"
@@ -124,9 +123,9 @@ def compiled_blocks(machine: Machine) -> None:
     torch.compiler.reset()
 
 
-# N3: another hook takes the slot away
-@row("N3", silent=False, without=rules.slots_are_not_checked, says="not replayed")
+@row(silent=False, without=rules.slots_are_not_checked, says="not replayed")
 def hooks_that_take_the_slot(machine: Machine) -> None:
+    """Another hook takes the slot away."""
     for kind in ("diffusers", "accelerate"):
         pipe, eager = flux_pipeline(), flux_pipeline()
         for p in (pipe, eager):
@@ -157,9 +156,9 @@ def hooks_that_take_the_slot(machine: Machine) -> None:
     assert handle.stats()["replays"] == 2
 
 
-# N4: state moves twice when a guard fails
-@row("N4", without=rules.nothing_is_rolled_back, says="state moved twice")
+@row(without=rules.nothing_is_rolled_back, says="state moved twice")
 def state_before_a_guard(machine: Machine) -> None:
+    """State moves twice when a guard fails."""
     assert counts_draws_branches(machine) == (True, 47, 2), "state moved twice"
 
     count_in_a_break = eager_on_graph(pure=True)(lambda m: (m.state.add_(1), None)[1])
@@ -180,9 +179,9 @@ def state_before_a_guard(machine: Machine) -> None:
     assert pair.replays >= 16
 
 
-# N5: every prompt is a new key
-@row("N5", silent=False, without=rules.a_variant_is_enough, says="eager: ")
+@row(silent=False, without=rules.a_variant_is_enough, says="eager: ")
 def every_prompt_has_its_length(machine: Machine) -> None:
+    """Every prompt is a new key."""
     for name in ("lumina2", "qwen"):
         pair = family(machine, name, max_graphs=8)
         for picture in range(10):
@@ -195,9 +194,10 @@ def every_prompt_has_its_length(machine: Machine) -> None:
         assert pair.replays >= 20, "half of the steps are replayed"
 
 
-# N6: one break feeds the next
-@row("N6", without=rules.live_host_values_frozen)
+@row(without=rules.live_host_values_frozen)
 def a_break_that_feeds_the_next(machine: Machine) -> None:
+    """One break feeds the next."""
+
     def body(m: Any, x: Any, mask: Any) -> Any:
         n = mask.sum(1).cpu()
         first, second = (n + 1).tolist()
@@ -234,9 +234,9 @@ def a_break_that_feeds_the_next(machine: Machine) -> None:
     never_eager(pair)
 
 
-# 91: recorded for evaluation, used in training
-@row("91", without=rules.gradients_unseen, says="no gradient")
+@row(without=rules.gradients_unseen, says="no gradient")
 def gradients(machine: Machine) -> None:
+    """Recorded for evaluation, used in training."""
     pair = machine.pair(Toy(lambda m, x: m.linear(x).tanh()))
     settle(pair, x_only)
     with torch.enable_grad():
@@ -254,9 +254,9 @@ def gradients(machine: Machine) -> None:
     settle(pair, x_only)
 
 
-# 98, 99: a step cache and graphs together give 1.00x, in silence
-@row("98/99", without=rules.step_caches_unseen)
+@row(without=rules.step_caches_unseen)
 def step_caches(machine: Machine) -> None:
+    """A step cache and graphs together give 1.00x, in silence."""
     pair = family(machine, "flux")
     settle(pair, inputs("flux"))
     both(pair, lambda m: m.enable_cache(FirstBlockCacheConfig(threshold=0.2)))

@@ -17,25 +17,24 @@ from dit_graph.breaks import capturing
 from dit_graph.devices.recorder import RecorderSegment
 from tests.footguns import rules
 from tests.footguns.case import (
-    Toy,
     eager_because,
     family,
     inputs,
     never_eager,
     replayed,
     row,
-    rows,
     settle,
     x_only,
 )
 from tests.footguns.signatures import pool_of
 from tests.pair import Machine, Pair, torchs
 from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
+from tests.toys import Toy, rows
 
 
-# 70, 72: a table is uploaded in the forward, and mask lengths are read by Python
-@row("70/72", without=rules.tolist_unseen)
+@row(without=rules.tolist_unseen)
 def host_reads_in_the_forward(machine: Machine) -> None:
+    """A table is uploaded in the forward, and mask lengths are read by Python."""
     pair = family(machine, "lumina2")
     settle(pair, inputs("lumina2", 4))
     for caption in (6, 4, 9, 6):
@@ -62,14 +61,13 @@ def host_reads_in_the_forward(machine: Machine) -> None:
         never_eager(pair)
 
 
-# 73: the scheduler's step reads the device, and counts
 @row(
-    "73",
     silent=False,
     without=rules.own_writes_unseen,
     says="nothing says 'the forward writes Python state",
 )
 def a_step_of_the_scheduler(machine: Machine) -> None:
+    """The scheduler's step reads the device, and counts."""
     pipe, eager = flux_pipeline(), flux_pipeline()
     handle = dit_graph.enable(pipe, **OPTIONS)
     step, seen = pipe.scheduler.step, []
@@ -99,11 +97,9 @@ def a_step_of_the_scheduler(machine: Machine) -> None:
     eager_because(pair, "the forward writes Python state: scheduler._step_index")
 
 
-# 74: the first call of a kernel does extra work
-@row(
-    "74", without=rules.the_first_call_is_captured, says="differs from eager in result, generators"
-)
+@row(without=rules.the_first_call_is_captured, says="differs from eager in result, generators")
 def the_first_call_does_extra_work(machine: Machine) -> None:
+    """The first call of a kernel does extra work."""
     tuned: dict[tuple[int, int], Callable[..., Any]] = {}
 
     def body(m: Any, x: Any) -> Any:
@@ -131,9 +127,9 @@ class Garbage:
         self.seen.append(capture is not None and capture._segment is not None)
 
 
-# 75, 76: a capture fails now and then, because of the collector or of another thread
-@row("75/76", without=rules.collection_goes_on, says="collected while a segment was open")
+@row(without=rules.collection_goes_on, says="collected while a segment was open")
 def the_collector_and_another_thread(machine: Machine) -> None:
+    """A capture fails now and then, because of the collector or of another thread."""
     seen: list[bool] = []
     draws: list[torch.Tensor] = []
 
@@ -163,11 +159,9 @@ def the_collector_and_another_thread(machine: Machine) -> None:
     assert all([torch.equal(t, torch.full((50,), 50.0)) for t in draws])
 
 
-# 77, 78, 79: a failed capture leaks memory, or leaves something switched over
-@row(
-    "77/78/79", silent=False, without=rules.failed_captures_keep_memory, says="memory is still held"
-)
+@row(silent=False, without=rules.failed_captures_keep_memory, says="memory is still held")
 def captures_that_fail(machine: Machine) -> None:
+    """A failed capture leaks memory, or leaves something switched over."""
     for where in ("first", "middle", "last", "break"):
         pair = machine.pair(Toy(failing(where)))
         for seed in range(4):
@@ -225,15 +219,15 @@ def as_it_was(pair: Pair) -> None:
     assert not pool.busy and pool.bytes == 0, "memory is still held after a failed capture"
 
 
-# 81: an error at replay ends the request
 @row(
-    "81",
     silent=False,
     without=rules.replay_errors_come_out,
     fails=RuntimeError,
     says="launch failed",
 )
 def a_replay_that_fails(machine: Machine) -> None:
+    """An error at replay ends the request."""
+
     def counting(m: Any, x: Any) -> Any:
         m.count.add_(1)
         h = m.linear(x) + torch.rand_like(x) * m.count
@@ -258,9 +252,9 @@ def launch_failed() -> None:
     raise RuntimeError("launch failed")
 
 
-# 82: stale results without an error, where work was done that no segment has recorded
-@row("82", without=rules.breaks_hide_what_they_make)
+@row(without=rules.breaks_hide_what_they_make)
 def work_that_nobody_recorded(machine: Machine) -> None:
+    """Stale results without an error, where work was done that no segment has recorded."""
     kept: dict[str, torch.Tensor] = {}
 
     @eager_on_graph(pure=True)

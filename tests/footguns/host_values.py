@@ -11,7 +11,6 @@ import dit_graph
 from dit_graph import current_call, eager_on_graph
 from tests.footguns import rules
 from tests.footguns.case import (
-    Toy,
     add_lora,
     both,
     eager_because,
@@ -21,16 +20,16 @@ from tests.footguns.case import (
     recorded_again,
     replayed,
     row,
-    rows,
     settle,
     x_only,
 )
 from tests.pair import Machine
+from tests.toys import Toy, rows
 
 
-# 16: another timestep list ruins the frames
-@row("16", without=rules.floats_unkeyed)
+@row(without=rules.floats_unkeyed)
 def a_float_argument(machine: Machine) -> None:
+    """Another timestep list ruins the frames."""
     pair = machine.pair(Toy(lambda m, x, t=1.0: m.linear(x) * t))
     for t in (0.5, 0.25, -0.0):
         settle(pair, lambda seed: {"x": rows(seed), "t": t})
@@ -45,9 +44,9 @@ def a_float_argument(machine: Machine) -> None:
     eager_because(pair, "argument t is another value at every call; pass it as a tensor")
 
 
-# 18: the scale of an IP-Adapter cannot be changed
-@row("18", without=rules.lists_unseen)
+@row(without=rules.lists_unseen)
 def the_scale_of_a_processor(machine: Machine) -> None:
+    """The scale of an IP-Adapter cannot be changed."""
     pair = family(machine, "flux")
     calls = inputs("flux")
 
@@ -86,9 +85,9 @@ def scaled(h: Any, processors: Any) -> Any:
     return h * sum(sum(one) for group in processors for p in group for one in p.scale)
 
 
-# 20: a mask is cast anew before each call, and the graph holds the first cast
-@row("20", without=rules.new_tensors_unseen)
+@row(without=rules.new_tensors_unseen)
 def a_mask_that_is_cast_beforehand(machine: Machine) -> None:
+    """A mask is cast anew before each call, and the graph holds the first cast."""
     module = Toy(lambda m, x: m.linear(x) * m.cast, mask=torch.ones(8), cast=torch.ones(8))
     pair = machine.pair(module)
     settle(pair, x_only)
@@ -119,9 +118,10 @@ class Metadata:
         self.length = 1
 
 
-# 21: a break is replayed with the metadata of the batch that was recorded
-@row("21", without=rules.breaks_see_the_first_call)
+@row(without=rules.breaks_see_the_first_call)
 def a_break_that_needs_the_live_batch(machine: Machine) -> None:
+    """A break is replayed with the metadata of the batch that was recorded."""
+
     @eager_on_graph(pure=True)
     def attend(h: torch.Tensor) -> torch.Tensor:
         lengths = dit_graph.breaks.local.call and current_call().arguments["lengths"]
@@ -147,9 +147,10 @@ def a_break_that_needs_the_live_batch(machine: Machine) -> None:
     eager_because(pair, "argument metadata is a Metadata, which has no value to compare")
 
 
-# 22: the phase flips at a timestep, with equal shapes
-@row("22", without=rules.bare_modules_are_seldom_compared)
+@row(without=rules.bare_modules_are_seldom_compared)
 def a_number_on_the_module(machine: Machine) -> None:
+    """The phase flips at a timestep, with equal shapes."""
+
     def body(m: Any, x: Any) -> Any:
         return m.linear(x) if m.t > 0.5 else -m.linear(x)
 
@@ -164,9 +165,10 @@ def a_number_on_the_module(machine: Machine) -> None:
     eager_because(pair, "Python state changes at every call: t")
 
 
-# 24: only the tensors at the top level are staged
-@row("24", without=rules.only_top_level_staged)
+@row(without=rules.only_top_level_staged)
 def tensors_inside_containers(machine: Machine) -> None:
+    """Only the tensors at the top level are staged."""
+
     def body(m: Any, x: Any, blocks: Any) -> Any:
         down, (mid, last) = blocks["down"], blocks["rest"]
         return m.linear(x) + sum(down) * mid["t"] - last[0][0]
@@ -188,9 +190,9 @@ def tensors_inside_containers(machine: Machine) -> None:
     settle(pair, inputs("zimage"))
 
 
-# 25: tensors given by keyword are ignored
-@row("25", without=rules.only_positional_staged)
+@row(without=rules.only_positional_staged)
 def tensors_by_keyword(machine: Machine) -> None:
+    """Tensors given by keyword are ignored."""
     pair = machine.pair(Toy(lambda m, x, y=None, *, z=0.0: m.linear(x) + y * z))
     for seed in range(6):
         pair(rows(seed), rows(seed + 1), z=rows(seed + 2))
@@ -200,9 +202,9 @@ def tensors_by_keyword(machine: Machine) -> None:
     never_eager(pair)
 
 
-# 27: hooks silently do nothing
-@row("27", without=rules.not_blocked_by("a forward"), says="the hook ran")
+@row(without=rules.not_blocked_by("a forward"), says="the hook ran")
 def hooks_on_a_block(machine: Machine) -> None:
+    """Hooks silently do nothing."""
     seen: list[Any] = []
     pair = machine.pair(Toy(lambda m, x: m.blocks(x), blocks=nn.Sequential(nn.Linear(8, 8))))
     pair.graphed.requires_grad_(False)
@@ -224,9 +226,10 @@ def hooks_on_a_block(machine: Machine) -> None:
     outside.remove()
 
 
-# 28: another window layout of the same total gives a wrong result
-@row("28", without=rules.integers_always_match)
+@row(without=rules.integers_always_match)
 def windows_of_the_same_total(machine: Machine) -> None:
+    """Another window layout of the same total gives a wrong result."""
+
     def body(m: Any, x: Any, cu_seqlens: Any) -> Any:
         edges = cu_seqlens.tolist()
         windows = [x[a:b].softmax(0) for a, b in itertools.pairwise(edges)]
@@ -253,9 +256,9 @@ def windows_of_the_same_total(machine: Machine) -> None:
     replayed(pair, layout(0, 6, 8))
 
 
-# S1: two sizes with equal packed shapes, and the rotary table of the other one
-@row("S1", without=rules.ints_unkeyed)
+@row(without=rules.ints_unkeyed)
 def sizes_of_equal_packed_shape(machine: Machine) -> None:
+    """Two sizes with equal packed shapes, and the rotary table of the other one."""
     pair = family(machine, "qwen")
     for size in ((1, 4, 2), (1, 2, 4), (1, 8, 1)):
         settle(pair, inputs("qwen", img_shapes=[[size]] * 2))
@@ -268,9 +271,9 @@ def sizes_of_equal_packed_shape(machine: Machine) -> None:
     never_eager(pair)
 
 
-# S4: a memo table is first built while recording, and later calls of anybody read garbage
-@row("S4", without=rules.survivors_unseen, says="the table is garbage")
+@row(without=rules.survivors_unseen, says="the table is garbage")
 def a_rotary_table_first_built_under_capture(machine: Machine) -> None:
+    """A memo table is first built while recording, and later calls of anybody read garbage."""
     pair = family(machine, "qwen")
 
     def sized(*size: int) -> Any:
@@ -291,9 +294,9 @@ def a_rotary_table_first_built_under_capture(machine: Machine) -> None:
     assert torch.isfinite(result).all()
 
 
-# S7: the scale of a LoRA is a float inside a dict, and ignored
-@row("S7", without=rules.nested_floats_unkeyed)
+@row(without=rules.nested_floats_unkeyed)
 def the_scale_in_attention_kwargs(machine: Machine) -> None:
+    """The scale of a LoRA is a float inside a dict, and ignored."""
     pair = family(machine, "flux")
     both(pair, add_lora)
     for scale in (1.0, 0.25, 0.0):

@@ -7,23 +7,15 @@ import torch
 
 import dit_graph
 from tests.footguns import rules
-from tests.footguns.case import (
-    Toy,
-    family,
-    inputs,
-    never_eager,
-    replayed,
-    row,
-    rows,
-    settle,
-)
+from tests.footguns.case import family, inputs, never_eager, replayed, row, settle
 from tests.pair import Machine, Pair
 from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
+from tests.toys import Toy, rows
 
 
-# 31: the third size always dies
-@row("31", silent=False, without=rules.shapes_look_like_values, says="not replayed")
+@row(silent=False, without=rules.shapes_look_like_values, says="not replayed")
 def many_resolutions_and_back(machine: Machine) -> None:
+    """The third size always dies."""
     pair = family(machine, "ltx")
     sizes = [(4, 4), (2, 4), (6, 4), (8, 4), (4, 10)]
 
@@ -52,9 +44,10 @@ def many_resolutions_and_back(machine: Machine) -> None:
     assert (stats["captures"], stats["replays"], stats["eager"]) == (4, 12, {})
 
 
-# 32: another batch size raises
-@row("32", without=rules.shapes_unkeyed)
+@row(without=rules.shapes_unkeyed)
 def other_batch_sizes(machine: Machine) -> None:
+    """Another batch size raises."""
+
     def batch(n: int) -> Any:
         return lambda seed: {"x": rows(seed, n)}
 
@@ -74,9 +67,9 @@ def cut(t: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat([t, t * 0.5])[:n]
 
 
-# 33: every request silently eager
-@row("33", silent=False, without=rules.misses_unnamed, says="not named")
+@row(silent=False, without=rules.misses_unnamed, says="not named")
 def another_rank_than_warmed_up(machine: Machine) -> None:
+    """Every request silently eager."""
     for policy in ("eager", "error"):
         toy = Toy(lambda m, x, timestep: m.linear(x) + timestep.sum())
         pair = machine.pair(toy, on_new_shape=policy)
@@ -94,9 +87,9 @@ def another_rank_than_warmed_up(machine: Machine) -> None:
         assert "timestep has 1 dimensions vs 2" in said, "the field is not named"
 
 
-# 34: slower than no graphs
-@row("34", silent=False, without=rules.dims_unnamed, says="not named")
+@row(silent=False, without=rules.dims_unnamed, says="not named")
 def more_frames_than_recorded(machine: Machine) -> None:
+    """Slower than no graphs."""
     pair = machine.pair(Toy(lambda m, x: m.linear(x)), on_new_shape="eager")
     pair.handle.warmup(inputs=[{"x": torch.ones(1, frames, 4, 8)} for frames in (2, 9)])
     pair(x=torch.ones(1, 5, 4, 8))
@@ -104,9 +97,9 @@ def more_frames_than_recorded(machine: Machine) -> None:
     assert "x dim 1: 5 vs 2" in said, "the dimension is not named"
 
 
-# 39, 40: memory grows with every size
-@row("39/40", silent=False, without=rules.generations_never_retire, says="recordings are alive")
+@row(silent=False, without=rules.generations_never_retire, says="recordings are alive")
 def memory_is_bounded(machine: Machine) -> None:
+    """Memory grows with every size."""
     pair = machine.pair(Toy(lambda m, x: m.linear(x).relu()), max_graphs=8)
     for n in range(1, 101):
         settle(pair, lambda seed: {"x": rows(seed, n)}, times=5)
@@ -137,9 +130,9 @@ def alive(pair: Pair) -> int:
     return held
 
 
-# 41, S12: a padded caption changes the image, since these models have no text mask
-@row("41/S12", without=rules.captions_padded)
+@row(without=rules.captions_padded)
 def captions_are_never_padded(machine: Machine) -> None:
+    """A padded caption changes the image, since these models have no text mask."""
     for name in ("sd3", "wan", "flux", "zimage"):
         pair = family(machine, name)
         for caption in (5, 6, 7):
@@ -150,9 +143,9 @@ def captions_are_never_padded(machine: Machine) -> None:
         never_eager(pair)
 
 
-# S13: these models are exact with a mask, and a pipeline drops one that is all true
-@row("S13", without=rules.masks_not_staged)
+@row(without=rules.masks_not_staged)
 def masks_that_come_and_go(machine: Machine) -> None:
+    """These models are exact with a mask, and a pipeline drops one that is all true."""
     for name, mask in (
         ("qwen", "encoder_hidden_states_mask"),
         ("lumina2", "encoder_attention_mask"),

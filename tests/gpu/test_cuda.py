@@ -12,9 +12,9 @@ from torch import nn
 import dit_graph
 from dit_graph.call import key
 from dit_graph.tape import buffers
-from tests.contract import Module, rows, shifted
 from tests.families import FAMILIES, moved
 from tests.pair import PLAIN, Machine
+from tests.toys import Module, rows, shifted
 
 CUDA = "cuda:0"
 

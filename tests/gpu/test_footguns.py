@@ -11,9 +11,9 @@ from torch import nn
 import dit_graph
 from dit_graph import break_graph, eager_on_graph
 from dit_graph.devices import cuda
-from tests.contract import Module, rows
 from tests.gpu.test_cuda import CUDA, block
 from tests.pair import PLAIN, Machine
+from tests.toys import Module, rows
 
 
 def poison() -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def used() -> int:
     return total - free
 
 
-# 1: weak inputs of a break, several recordings in one memory
+# weak inputs of a break, several recordings in one memory
 def test_break_inputs_survive_later_recordings(machine: Machine) -> None:
     scale = eager_on_graph(pure=True)(lambda h: h * 2)
     pair = machine.pair(Module(lambda m, x: m.linear(scale(m.linear(x)))))
@@ -42,7 +42,7 @@ def test_break_inputs_survive_later_recordings(machine: Machine) -> None:
     assert pair.replays == 6 and len(junk) > 0
 
 
-# 2: what the next segment reads was freed
+# what the next segment reads was freed
 def test_break_results_are_kept(machine: Machine) -> None:
     make = eager_on_graph(pure=True)(lambda h: (h.relu(), h.exp()))
     pair = machine.pair(Module(lambda m, x: sum(make(m.linear(x))) @ m.linear.weight))
@@ -57,7 +57,7 @@ def test_break_results_are_kept(machine: Machine) -> None:
     assert pair.replays == 11
 
 
-# 7: the library workspace of a graph that is gone
+# the library workspace of a graph that is gone
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_survivors_of_an_eviction(dtype: torch.dtype) -> None:
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).to(CUDA, dtype)
@@ -73,7 +73,7 @@ def test_survivors_of_an_eviction(dtype: torch.dtype) -> None:
     assert handle.stats()["replays"] > 0 and all(t.isnan().all() for t in junk)
 
 
-# 8: of two graphed modules one goes
+# of two graphed modules one goes
 def test_one_of_two_is_closed() -> None:
     modules = [block(512, 6).bfloat16() for _ in range(2)]
     twins = copy.deepcopy(modules)
@@ -118,7 +118,7 @@ def test_graphs_keep_their_own_workspace(monkeypatch: Any) -> None:
     assert with_workspaces_cleared(None, monkeypatch)
 
 
-# 13, 93: results of one stream among the calls of another
+# results of one stream among the calls of another
 def test_one_entry_on_two_streams() -> None:
     module = block(512, 12)
     twin = copy.deepcopy(module)
@@ -135,7 +135,7 @@ def test_one_entry_on_two_streams() -> None:
         assert torch.equal(result, twin(x * (i % 7))), i
 
 
-# 29: a kernel whose launch depends on what it was given
+# a kernel whose launch depends on what it was given
 def test_verification_finds_what_a_launch_has_frozen(machine: Machine) -> None:
     frozen: list[float] = []
 
@@ -153,7 +153,7 @@ def test_verification_finds_what_a_launch_has_frozen(machine: Machine) -> None:
     assert reason.startswith("verify: the recording differs from eager")
 
 
-# 39, 40: two hundred sizes
+# two hundred sizes
 def test_two_hundred_sizes_under_a_budget() -> None:
     module = block(1024, 8)
     twin = copy.deepcopy(module)
@@ -183,7 +183,7 @@ def test_two_hundred_sizes_under_a_budget() -> None:
     assert after - before <= 1 << 20
 
 
-# 67, 68: old and new memory never coexist
+# old and new memory never coexist
 def test_a_change_gives_the_old_memory_back_first() -> None:
     module = block(1024, 8)
     x = torch.randn(8192, 1024, device=CUDA)
@@ -199,7 +199,7 @@ def test_a_change_gives_the_old_memory_back_first() -> None:
     assert max(held) <= min(held) + (4 << 20)
 
 
-# 75: another thread allocates, pins and asks while a capture is open
+# another thread allocates, pins and asks while a capture is open
 def test_another_thread_is_busy_during_captures() -> None:
     stop, errors = threading.Event(), []
 
@@ -233,7 +233,7 @@ def test_another_thread_is_busy_during_captures() -> None:
     assert errors == [] and handle.stats()["eager"] == {} and handle.stats()["captures"] == 40
 
 
-# 77: a forced capture error in each segment, and a forced end of memory, then another key
+# a forced capture error in each segment, and a forced end of memory, then another key
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("what", ["synchronize", "memory"])
 def test_a_forced_error_in_any_segment(machine: Machine, what: str, where: int) -> None:
@@ -260,7 +260,7 @@ def test_a_forced_error_in_any_segment(machine: Machine, what: str, where: int) 
     assert pair.replays == 3, "the next key is recorded"
 
 
-# 82: a module on a device that is not the current one needs two devices
+# a module on a device that is not the current one needs two devices
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_another_device_is_current() -> None:
     module = block(256, 4).to("cuda:1")
@@ -273,7 +273,7 @@ def test_another_device_is_current() -> None:
     assert handle.stats()["replays"] == 4
 
 
-# 83: side work that is forked in a segment and joined in a break
+# side work that is forked in a segment and joined in a break
 def test_side_work_that_is_joined_in_a_break(machine: Machine) -> None:
     side = torch.cuda.Stream()
 

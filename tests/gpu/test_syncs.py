@@ -1,4 +1,4 @@
-"""`remove_syncs` on CUDA: the same pictures, and no waiting in the loop."""
+"""`remove_syncs` on CUDA: no waiting in the loop."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ from diffusers import DDIMScheduler
 import dit_graph
 from dit_graph.explain import host_syncs
 from tests.pair import Machine
-from tests.syncs import *  # noqa: F403
-from tests.syncs import STEPS, dit, dit_picture
+from tests.shared.syncs.pictures import STEPS, dit, dit_picture
 
 
 def in_the_loop(pipe: Any) -> int:

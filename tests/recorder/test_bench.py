@@ -47,7 +47,7 @@ from dit_graph.errors import ConfigError
 from tests.families import FAMILIES
 from tests.launchers import ROOT, TORCHRUN, launch
 from tests.pair import Machine
-from tests.syncs import dit, dit_picture
+from tests.shared.syncs.pictures import dit, dit_picture
 
 FROM_HERE = os.environ | {"PYTHONPATH": str(ROOT)}
 QUICK = ["--images", "2", "--steps", "2", "--device", "recorder"]

@@ -228,7 +228,7 @@ def test_a_module_spread_over_devices_is_refused() -> None:
         dit_graph.enable(module, **OPTIONS)
 
 
-# ---- N3: other libraries' hooks
+# ---- other libraries' hooks
 
 
 class Doubling(ModelHook):

@@ -20,10 +20,10 @@ from dit_graph import embedded, explain
 from dit_graph.capture.frames import module_path
 from dit_graph.cli.explain import main
 from dit_graph.explain import Explanation, HostSync, Variant, host_syncs, plot
-from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.pair import PLAIN, Machine, Pair
 from tests.recorder.test_generate import tiny_sd3
+from tests.toys import Module, rows
 from tests.unit.test_embedded import tiny_pipeline
 
 
@@ -112,7 +112,7 @@ def test_what_is_handed_to_python(machine: Machine) -> None:
     assert mean.module == masked.module == "" and "in the module itself" in str(
         pair.handle.explain()
     )
-    assert "contract.py" not in mean.where and "test_explain.py" in mean.where
+    assert "toys.py" not in mean.where and "test_explain.py" in mean.where
     replays = pair.replays
     pair(rows(9))
     assert pair.replays == replays + 1, "looking at the number did not pin it"

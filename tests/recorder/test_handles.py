@@ -23,9 +23,9 @@ from peft.tuners.lora import LoraLayer
 import dit_graph
 from dit_graph.handle import HANDLES
 from dit_graph.slot import Slot
-from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
+from tests.toys import Module, rows
 
 
 def plain(pipe: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The recipes on the recorder, and what they say without a device."""
+"""What the recipes say without a device, and of pixels that differ."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.recipes import *  # noqa: F403
-from tests.recipes import NAMES, RECIPES, SAME, frames, recipe, tiny
+from tests.shared.test_pipelines import NAMES, RECIPES, SAME, frames, recipe, tiny
+from tests.shared.test_pipelines import importable as importable
 
 
 def test_every_recipe_is_tested_and_in_the_index() -> None:

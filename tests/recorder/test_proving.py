@@ -1,4 +1,4 @@
-"""The shared tests of proof, gate and strictness on the recorder, and what only it can be told."""
+"""Proof, gate and memory, as only the recorder can be told what a device says of them."""
 
 import gc
 import threading
@@ -16,12 +16,10 @@ from dit_graph.devices.recorder import Recorder
 from dit_graph.runner.entry import PAUSE
 from dit_graph.tape.buffers import StaticBuffers
 from dit_graph.tape.tape import Tape
-from tests.contract import Module, rows
 from tests.families import FAMILIES
 from tests.pair import Machine
-from tests.proving import *  # noqa: F403
-from tests.proving import plain
 from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
+from tests.toys import Module, plain, rows
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import dit_graph
 from dit_graph.state.fingerprint import Fingerprint
-from tests.contract import Module, rows
 from tests.pair import Machine, Pair
+from tests.toys import Module, rows
 
 
 class Scale:

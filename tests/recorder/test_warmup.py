@@ -20,8 +20,8 @@ from dit_graph.modes.warm_calls import unchanged
 from dit_graph.warmup import MOST, record_all
 from tests.families import FAMILIES
 from tests.pair import Machine
-from tests.prefill import two
 from tests.recorder.test_denoise import OPTIONS, flux_pipeline
+from tests.shared.prefill.models import two
 
 UNSAID = "not recorded by warmup"
 

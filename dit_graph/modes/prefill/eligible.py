@@ -1,4 +1,4 @@
-"""Which calls of a body prefill can pad, and which stay the caller's own, by name."""
+"""Which calls of a body prefill can pad, and why the others stay the caller's own."""
 
 from collections.abc import Callable
 from typing import Any

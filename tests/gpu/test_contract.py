@@ -1,3 +1,0 @@
-"""The contract suite on CUDA."""
-
-from tests.contract import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Odd objects, on CUDA."""
-
-from tests.odd import *  # noqa: F403

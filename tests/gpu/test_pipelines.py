@@ -1,3 +1,0 @@
-"""The recipes on CUDA."""
-
-from tests.recipes import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Prefill on gpu."""
-
-from tests.prefill import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Threads on CUDA."""
-
-from tests.threads import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Compiled code in a recorded forward on the CPU recorder."""
-
-from tests.compiled import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Odd objects, on the CPU recorder."""
-
-from tests.odd import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""Prefill on recorder."""
-
-from tests.prefill import *  # noqa: F403

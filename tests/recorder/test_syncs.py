@@ -1,3 +1,0 @@
-"""`remove_syncs` on the recorder."""
-
-from tests.syncs import *  # noqa: F403

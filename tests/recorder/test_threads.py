@@ -1,3 +1,0 @@
-"""Threads on the recorder."""
-
-from tests.threads import *  # noqa: F403

@@ -1,3 +1,0 @@
-"""The suite on exporters, tracers and counters, on the CPU recorder."""
-
-from tests.tracing import *  # noqa: F403

@@ -1,0 +1,1 @@
+"""What dit_graph must do on every device."""
