@@ -26,7 +26,7 @@ log = logging.getLogger("dit_graph")
 
 
 def switched_off() -> str:
-    """Why nothing is graphed in this process now, or an empty string."""
+    """Why nothing is recorded in this process now, or an empty string."""
     value = os.environ.get("DIT_GRAPH_DISABLE", "")
     return "" if value in ("", "0") else f"DIT_GRAPH_DISABLE={value} is set"
 
@@ -101,23 +101,23 @@ class Install:
     def _make(self, pool: Pool) -> Callable[..., Any]:
         """The runner, and what stands in front of it in this mode."""
         state = ModuleWatcher(self.module, pool.device.on, self._pictures)
-        graphed = Target(
+        target = Target(
             self.name, self.module, self._original, self._signature, self.config, pool, state,
             self.tally,
         )  # fmt: skip
         if self.config.mode == "prefill":
-            return self._padding(graphed)
-        self.runner = Runner(graphed)
+            return self._padding(target)
+        self.runner = Runner(target)
         return self.runner
 
-    def _padding(self, graphed: Target) -> Callable[..., Any]:
+    def _padding(self, target: Target) -> Callable[..., Any]:
         from dit_graph.modes.prefill.prefill import Prefill  # transformers is slow to import
 
         buckets = Buckets(self.config.buckets or schedule(self.config.max_tokens))
         front = Prefill(self.module, self._original, buckets, self.config.backend)
-        graphed.original, graphed.signature = front.padded_forward, Signature(front.padded_forward)
-        graphed.eager = front.plain_forward
-        self.runner = front.runner = Runner(graphed)
+        target.original, target.signature = front.padded_forward, Signature(front.padded_forward)
+        target.eager = front.plain_forward
+        self.runner = front.runner = Runner(target)
         return front
 
     def _say(self, reason: str) -> None:

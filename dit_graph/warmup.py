@@ -82,7 +82,7 @@ class _WarmUp:
                 if not entry.tapes:
                     labels.setdefault(self._why_not(entry), []).append(entry.label)
             for reason, those in labels.items():
-                yield install.name, reason, f" (bucket {'; bucket '.join(those)})"
+                yield install.name, reason, f" (signature {'; signature '.join(those)})"
 
     def _why_not(self, entry: Entry) -> str:
         if entry.blocked or entry.paused:

@@ -22,6 +22,7 @@ import dit_graph
 from dit_graph.bench import run as bench_run
 from dit_graph.bench.options import main as bench
 from dit_graph.cli import generate
+from dit_graph.cli import pictures as pictures_of
 from tests.families import FAMILIES
 
 FAILS_AT = "a rabbit"
@@ -29,14 +30,14 @@ FAILS_AT = "a rabbit"
 
 def failing(argv: list[str]) -> int:
     """`dit_graph.generate` where one prompt cannot be drawn, by whoever it falls to."""
-    draw = generate._Run._pictures
+    draw = pictures_of.Run._pictures
 
     def pictures(run: Any, call: Any) -> Any:
         if call.prompt == FAILS_AT:
             raise RuntimeError("no rabbit today")
         return draw(run, call)
 
-    generate._Run._pictures = pictures  # type: ignore[method-assign]
+    pictures_of.Run._pictures = pictures  # type: ignore[method-assign]
     return generate.main(argv)
 
 

@@ -27,7 +27,7 @@ _PLAIN = (
 
 @dataclasses.dataclass(frozen=True)
 class GraphKey:
-    """One bucket: argument structure, tensor specs, values of everything else, and the context.
+    """One signature: argument structure, tensor specs, values of everything else, and the context.
 
     Values carry their type, so that `1`, `True` and `1.0` stay apart; floats are kept by `repr`, so
     that `nan` equals itself and `-0.0` is not `0.0`.

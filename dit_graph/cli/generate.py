@@ -27,8 +27,7 @@ from dit_graph.cli.parser import (
     size,
     whole,
 )
-from dit_graph.cli.pictures import Call, Share, say
-from dit_graph.cli.pictures import Run as _Run
+from dit_graph.cli.pictures import Call, Run, Share, say
 from dit_graph.cli.ranks import Processes
 from dit_graph.explain.report import summed
 
@@ -172,7 +171,7 @@ def _draw(
         return
     pipe = model.load(options, processes.device)
     with graphed(pipe, options, "; --no-graph draws without graphs") as handle:
-        run = _Run(pipe, options, share, numbers)
+        run = Run(pipe, options, share, numbers)
         try:
             if handle is not None and options.warmup_sizes:
                 run.warm_up(handle)

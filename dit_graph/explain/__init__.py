@@ -5,12 +5,12 @@ them.
 """
 
 from dit_graph.explain.facts import (
-    Bucket,
     Explanation,
     ExternalRead,
     GuardedValue,
     HandedValue,
     Module,
+    Signature,
     Step,
     Variant,
 )
@@ -18,13 +18,13 @@ from dit_graph.explain.read import explain
 from dit_graph.explain.syncs import HostSync, host_syncs
 
 __all__ = [
-    "Bucket",
     "Explanation",
     "ExternalRead",
     "GuardedValue",
     "HandedValue",
     "HostSync",
     "Module",
+    "Signature",
     "Step",
     "Variant",
     "explain",

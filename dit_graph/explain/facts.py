@@ -106,7 +106,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class Signature:
     """This is one signature of calls; its label tells their tensors and shapes.
 
     Args:
@@ -141,7 +141,7 @@ class Module:
     graph_bytes: int
     notes: tuple[str, ...]
     eager: dict[str, int]
-    buckets: tuple[Bucket, ...]
+    signatures: tuple[Signature, ...]
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ def empty_figure() -> "Figure":
 
 def _rows(explanation: "Explanation") -> Iterator[Row]:
     for module in explanation.modules:
-        for bucket in module.buckets:
-            for number, variant in enumerate(bucket.variants):
-                label = textwrap.fill(f"{module.name} {bucket.label}", _LABEL)
+        for signature in module.signatures:
+            for number, variant in enumerate(signature.variants):
+                label = textwrap.fill(f"{module.name} {signature.label}", _LABEL)
                 yield f"{label}\nvariant {number}", variant
 
 

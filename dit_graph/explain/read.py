@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from dit_graph.explain.facts import (
-    Bucket,
     Explanation,
     ExternalRead,
     GuardedValue,
     HandedValue,
     Module,
+    Signature,
     Step,
     Variant,
 )
@@ -61,13 +61,17 @@ def _module(install: Any, time: bool) -> Module:
         return _described(install, None, 0, install.tally.unreached, ())
     pool = runner.pool
     with pool.lock:  # No call may change the entries meanwhile.
-        buckets = tuple(_bucket(entry, pool, time) for entry in runner.entries.values())
+        signatures = tuple(_signature(entry, pool, time) for entry in runner.entries.values())
         eager = install.tally.unreached + runner.refused
-        return _described(install, str(pool.device.on), pool.bytes, eager, buckets)
+        return _described(install, str(pool.device.on), pool.bytes, eager, signatures)
 
 
 def _described(
-    install: Any, device: str | None, held: int, eager: Counter[str], buckets: tuple[Bucket, ...]
+    install: Any,
+    device: str | None,
+    held: int,
+    eager: Counter[str],
+    signatures: tuple[Signature, ...],
 ) -> Module:
     return Module(
         name=install.name,
@@ -77,12 +81,12 @@ def _described(
         graph_bytes=held,
         notes=tuple(_notes_of(install)),
         eager=dict(eager),
-        buckets=buckets,
+        signatures=signatures,
     )
 
 
-def _bucket(entry: Entry, pool: Pool, time: bool) -> Bucket:
-    return Bucket(
+def _signature(entry: Entry, pool: Pool, time: bool) -> Signature:
+    return Signature(
         label=entry.label,
         state=entry.state,
         cold=entry.counts.cold,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dit_graph.explain.facts import (
-        Bucket,
         Explanation,
         ExternalRead,
         HandedValue,
         Module,
+        Signature,
         Step,
         Variant,
     )
@@ -44,25 +44,26 @@ def _module(module: "Module", brief: bool) -> Iterator[str]:
     yield from (f"  eager {count}: {reason}" for reason, count in module.eager.items())
     if brief and module.device:
         yield f"  {memory}"
-    for bucket in module.buckets:
-        yield from _bucket(bucket, brief)
+    for signature in module.signatures:
+        yield from _signature(signature, brief)
 
 
-def _bucket(bucket: "Bucket", brief: bool) -> Iterator[str]:
-    yield f"  bucket {bucket.label}: {bucket.state}"
-    variants = f" variants {len(bucket.variants)}," if brief else ""
+def _signature(signature: "Signature", brief: bool) -> Iterator[str]:
+    yield f"  signature {signature.label}: {signature.state}"
+    variants = f" variants {len(signature.variants)}," if brief else ""
+    took = f"{signature.capture_seconds:.2f} s"
     yield (
-        f"    cold {bucket.cold}, captures {bucket.captures} in {bucket.capture_seconds:.2f} s,"
-        f" replays {bucket.replays},{variants} inputs {_size(bucket.input_bytes)}"
+        f"    cold {signature.cold}, captures {signature.captures} in {took},"
+        f" replays {signature.replays},{variants} inputs {_size(signature.input_bytes)}"
     )
-    if brief and bucket.evictions:
-        yield f"    made room for other recordings {bucket.evictions} times"
-    if brief and bucket.differs:
-        yield f"    differs from the nearest recorded: {bucket.differs}"
-    if bucket.verdict:
-        yield f"    {'shown: ' if brief else ''}{bucket.verdict}"
-    yield from (f"    eager {count}: {reason}" for reason, count in bucket.eager.items())
-    for number, variant in enumerate(bucket.variants):
+    if brief and signature.evictions:
+        yield f"    made room for other recordings {signature.evictions} times"
+    if brief and signature.differs:
+        yield f"    differs from the nearest recorded: {signature.differs}"
+    if signature.verdict:
+        yield f"    {'shown: ' if brief else ''}{signature.verdict}"
+    yield from (f"    eager {count}: {reason}" for reason, count in signature.eager.items())
+    for number, variant in enumerate(signature.variants):
         yield from (_report if brief else _variant)(number, variant)
 
 

@@ -70,7 +70,7 @@ class Entry:
 
         Recordings that are there stay; no variant is added to them then.
         """
-        log.debug("dit_graph: bucket %s warms up again: %s", self.label, reason)
+        log.debug("dit_graph: signature %s warms up again: %s", self.label, reason)
         self.attempts += 1
         self.warm = False
         if not self.tapes:

@@ -164,10 +164,6 @@ class Tape:
         """Guards, and breaks that hand something to Python."""
         return len(self.guards) + sum(step.guarded for step in self.breaks())
 
-    @property
-    def segments(self) -> int:
-        return sum(not isinstance(step, (Break, Reset, WholeCall)) for step in self.steps)
-
 
 @dataclass(frozen=True)
 class InputView:

@@ -382,8 +382,8 @@ def test_steps_are_timed_on_the_device(machine: Machine) -> None:
     pair = machine.pair(Module(body))
     for i in range(4):
         pair(rows(i).to(CUDA))
-    (bucket,) = pair.handle.explain(time=True).modules[0].buckets
-    (variant,) = bucket.variants
+    (signature,) = pair.handle.explain(time=True).modules[0].signatures
+    (variant,) = signature.variants
     assert [step.kind for step in variant.steps] == ["segment", "break", "segment"]
     first, read, last = (step.ms or 0.0 for step in variant.steps)
     assert first > 0 and read > 0 and last > max(1.0, first), variant

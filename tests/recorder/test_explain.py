@@ -43,8 +43,8 @@ def small(machine: Machine, body: Any, calls: int = 4, **options: Any) -> Pair:
 
 def variants_of(explanation: Explanation) -> tuple[Variant, ...]:
     (module,) = explanation.modules
-    (bucket,) = module.buckets
-    return bucket.variants
+    (signature,) = module.signatures
+    return signature.variants
 
 
 def only(pair: Pair, **options: Any) -> Variant:
@@ -165,15 +165,19 @@ def test_the_debug_backend_is_one_step(machine: Machine) -> None:
 def test_counts_of_a_bucket(machine: Machine) -> None:
     pair = family(machine, "flux", [5] * 4)
     (module,) = pair.handle.explain().modules
-    (bucket,) = module.buckets
-    assert (bucket.cold, bucket.captures, bucket.replays, bucket.eager) == (1, 1, 2, {})
-    assert bucket.capture_seconds > 0 and bucket.input_bytes > 1000 and bucket.state == "captured"
+    (signature,) = module.signatures
+    assert (signature.cold, signature.captures, signature.replays, signature.eager) == (1, 1, 2, {})
+    assert (
+        signature.capture_seconds > 0
+        and signature.input_bytes > 1000
+        and signature.state == "captured"
+    )
     assert (module.class_name, module.device, module.backend) == (
         "FluxTransformer2DModel",
         "cpu",
         "breakable",
     )
-    assert module.graph_bytes == 64 << 20 and module.notes == () and bucket.verdict == ""
+    assert module.graph_bytes == 64 << 20 and module.notes == () and signature.verdict == ""
 
 
 def test_a_verdict_is_shown(machine: Machine) -> None:
@@ -182,7 +186,7 @@ def test_a_verdict_is_shown(machine: Machine) -> None:
     assert install.runner is not None
     for entry in install.runner.entries.values():
         entry.proof.compared = 2
-    assert pair.handle.explain().modules[0].buckets[0].verdict == "bit-equal when compared (2x)"
+    assert pair.handle.explain().modules[0].signatures[0].verdict == "bit-equal when compared (2x)"
     assert "    bit-equal when compared (2x)\n" in str(pair.handle.explain())
 
 
@@ -192,11 +196,11 @@ def test_a_blocked_bucket_says_why(machine: Machine) -> None:
         return m.linear(x)
 
     explanation = small(machine, body).handle.explain()
-    (bucket,) = explanation.modules[0].buckets
-    assert bucket.variants == () and bucket.state.startswith("eager: ")
-    (reason,) = bucket.eager
-    assert reason == "the forward writes Python state: calls" and bucket.eager[reason] >= 1
-    assert f"eager {bucket.eager[reason]}: {reason}" in str(explanation)
+    (signature,) = explanation.modules[0].signatures
+    assert signature.variants == () and signature.state.startswith("eager: ")
+    (reason,) = signature.eager
+    assert reason == "the forward writes Python state: calls" and signature.eager[reason] >= 1
+    assert f"eager {signature.eager[reason]}: {reason}" in str(explanation)
     with pytest.raises(dit_graph.ConfigError, match="nothing is recorded"):
         plot.figure(explanation)
 
@@ -204,7 +208,7 @@ def test_a_blocked_bucket_says_why(machine: Machine) -> None:
 def test_a_module_without_a_device_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with dit_graph.enable(nn.Linear(2, 2)) as handle:
         (module,) = handle.explain().modules
-        assert module.device is None and module.buckets == ()
+        assert module.device is None and module.signatures == ()
         assert str(handle.explain()).startswith("Linear (Linear) not recorded, breakable")
 
 
@@ -213,7 +217,7 @@ def test_json_gives_it_back(machine: Machine, time: bool) -> None:
     pair = family(machine, "lumina2", [5, 5, 5, 8, 8], breaks=("*.attn",))
     facts = pair.handle.explain(time=time).to_dict()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    steps = facts["modules"][0]["buckets"][0]["variants"][1]["steps"]
+    steps = facts["modules"][0]["signatures"][0]["variants"][1]["steps"]
     assert len(steps) == len(tapes(pair)[1].steps)
     assert steps[1]["hands"][0] == {"value": 5, "guard": "exact"}
 
@@ -233,7 +237,9 @@ def test_only_the_text_folds_equal_breaks(machine: Machine) -> None:
 
     explanation = small(machine, body).handle.explain()
     (variant,) = variants_of(explanation)
-    assert variant.count("break") == 3 and len(explanation.to_dict()["modules"][0]["buckets"]) == 1
+    assert (
+        variant.count("break") == 3 and len(explanation.to_dict()["modules"][0]["signatures"]) == 1
+    )
     assert str(explanation).count("break x3  Tensor.item") == 1
     assert "breaks 3" in str(explanation)
 
@@ -406,7 +412,7 @@ def test_times_are_not_taken_inside_a_call(machine: Machine) -> None:
     def look(x: Any) -> Any:
         said.extend(
             v.not_timed
-            for b in pair.handle.explain(time=True).modules[0].buckets
+            for b in pair.handle.explain(time=True).modules[0].signatures
             for v in b.variants
         )
         return x + 0
@@ -432,7 +438,7 @@ def test_the_picture_has_one_row_a_variant(machine: Machine, tmp_path: Path) -> 
     variants = variants_of(explanation)
     assert [label.get_text()[-9:] for label in axes.get_yticklabels()] == ["variant 0", "variant 1"]
     labels = [" ".join(label.get_text().split()) for label in axes.get_yticklabels()]
-    shown = [bucket.label for bucket in explanation.modules[0].buckets]
+    shown = [signature.label for signature in explanation.modules[0].signatures]
     assert all(label in text for label, text in zip(shown, labels)), "all of it, over some lines"
     assert len(axes.patches) == sum(len(variant.steps) for variant in variants)
     assert axes.get_xlabel() == "operations (breaks are not to scale)"
@@ -489,9 +495,9 @@ def test_the_command_tells_it_as_json_and_as_a_picture(capsys: pytest.CaptureFix
     assert main(argv) == 0
     out, err = capsys.readouterr()
     (module,) = json.loads(out.splitlines()[-1])["modules"]
-    assert [bucket["replays"] for bucket in module["buckets"]] == [1, 1]
-    for bucket in module["buckets"]:
-        (variant,) = bucket["variants"]
+    assert [signature["replays"] for signature in module["signatures"]] == [1, 1]
+    for signature in module["signatures"]:
+        (variant,) = signature["variants"]
         assert all(step["ms"] > 0 for step in variant["steps"]) and len(variant["steps"]) == 5
     assert "tape.png" in err and "tape.png" not in out
     with Image.open("tape.png") as image:
@@ -542,7 +548,7 @@ def test_any_diffusers_pipeline_is_explained(
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert main(argv) == 0
     guided = json.loads(capsys.readouterr().out.splitlines()[-1])
-    labels = [facts["modules"][0]["buckets"][0]["label"] for facts in (alone, guided)]
+    labels = [facts["modules"][0]["signatures"][0]["label"] for facts in (alone, guided)]
     assert labels[0] != labels[1], "an argument that has an option in generate is free here"
     assert all("2x" not in label for label in labels[:1]) and "2x" in labels[1]
 

@@ -98,7 +98,7 @@ def test_the_text_report_is_the_handles(
     assert generate.main(["fox", "--steps", "3", "--device", "recorder"]) == 0
     out = capsys.readouterr().out
     assert "transformer (FluxTransformer2DModel) on cpu, breakable" in out
-    assert "bucket" in out and "eager" not in out
+    assert "signature" in out and "eager" not in out
 
 
 def test_the_saved_settings_name_the_backend(

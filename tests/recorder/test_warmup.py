@@ -192,7 +192,9 @@ def test_a_bare_module_that_cannot_be_recorded_is_named(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         handle.warmup(inputs=[(torch.ones(3),), (torch.ones(4),)])
     (said,) = (line for line in warnings(caplog) if UNSAID in line)
-    assert said.endswith("Keeps: the forward writes Python state: seen (bucket x 4; bucket x 3)")
+    assert said.endswith(
+        "Keeps: the forward writes Python state: seen (signature x 4; signature x 3)"
+    )
 
 
 def test_a_bare_module_that_settles_late_is_recorded(caplog: Any) -> None:
@@ -230,7 +232,7 @@ def test_signatures_that_never_come_again_are_named_and_bounded(caplog: Any) -> 
         record_all(handle.installs.values(), [lambda: module(torch.ones(next(rows), 4))])
     assert handle.stats()["calls"] == MOST
     (said,) = (line for line in warnings(caplog) if UNSAID in line)
-    assert "Linear: it came once" in said and "bucket input 1x4; bucket input 2x4; " in said
+    assert "Linear: it came once" in said and "signature input 1x4; signature input 2x4; " in said
 
 
 def test_a_value_that_is_another_at_every_call_is_named(caplog: Any) -> None:
@@ -255,7 +257,7 @@ def test_a_signature_that_stays_cold_is_named_with_its_state(caplog: Any) -> Non
     with caplog.at_level(logging.WARNING):
         record_all(handle.installs.values(), [another_module])
     said = [line for line in warnings(caplog) if UNSAID in line]
-    assert f"dit_graph: {UNSAID}: Linear: cold after 4 calls (bucket input 2x4)" in said, said
+    assert f"dit_graph: {UNSAID}: Linear: cold after 4 calls (signature input 2x4)" in said, said
 
 
 def test_what_made_room_is_named_and_not_tried_again(caplog: Any) -> None:
@@ -264,7 +266,7 @@ def test_what_made_room_is_named_and_not_tried_again(caplog: Any) -> None:
         handle.warmup(inputs=[(torch.ones(n, 4),) for n in (1, 2)])
     assert handle.stats()["calls"] == 4
     (said,) = (line for line in warnings(caplog) if UNSAID in line)
-    assert said.endswith("memory_budget or max_graphs is full (bucket input 2x4)")
+    assert said.endswith("memory_budget or max_graphs is full (signature input 2x4)")
 
 
 def test_without_a_gpu_a_warmup_says_that_nothing_is_recorded(caplog: Any) -> None:

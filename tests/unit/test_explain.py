@@ -11,7 +11,7 @@ import torch
 import dit_graph
 from dit_graph import embedded
 from dit_graph.cli.explain import main
-from dit_graph.explain import Bucket, Explanation, Module, Step, Variant
+from dit_graph.explain import Explanation, Module, Signature, Step, Variant
 from tests.unit.test_embedded import tiny_pipeline
 
 
@@ -126,8 +126,8 @@ def test_a_plot_needs_matplotlib(
 def made(*steps: Step, **facts: Any) -> Explanation:
     """An explanation of one recording with these steps."""
     variant = Variant(steps, (), (), (), 0, 0, **facts)
-    bucket = Bucket("2x8", "captured", 1, 1, 0, {}, 0.1, 64, "", (variant,))
-    return Explanation((Module("t", "T", "cpu", "breakable", 2**21, (), {}, (bucket,)),))
+    signature = Signature("2x8", "captured", 1, 1, 0, {}, 0.1, 64, "", (variant,))
+    return Explanation((Module("t", "T", "cpu", "breakable", 2**21, (), {}, (signature,)),))
 
 
 def test_text_and_explanation_need_no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

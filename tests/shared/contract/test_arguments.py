@@ -47,7 +47,7 @@ def test_nested_tensors_are_staged(machine: Machine) -> None:
 def test_new_shapes_in_a_container_without_names_are_told(machine: Machine) -> None:
     calls = [{"x": Transformer2DModelOutput(torch.ones(size, 4))} for size in (2, 2, 3, 3)]
     pair = run(machine, lambda m, x: x.sample * 2 + x.sample.mean(), calls)
-    assert "bucket x<0> 3x4: captured" in pair.handle.report()
+    assert "signature x<0> 3x4: captured" in pair.handle.report()
     assert "x<0> dim 0: 3 vs 2" in pair.handle.report()
 
 

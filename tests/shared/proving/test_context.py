@@ -58,7 +58,7 @@ def test_a_switch_that_the_forward_leaves_behind_costs_no_second_cold_call(
         pair(rows(5).to(machine.on))  # another key, as for every such switch
         pair(rows(6).to(machine.on))
         assert pair.stats["cold"] == 2 and pair.replays == 4
-        assert len(pair.handle.explain().modules[0].buckets) == 2
+        assert len(pair.handle.explain().modules[0].signatures) == 2
     finally:
         torch.backends.cudnn.benchmark = before
 
