@@ -22,7 +22,7 @@ class Backend(ABC):
     records = True
     breakable = True
 
-    def capture(
+    def new_capture(
         self, device: Device, memory: Memory, static: list[torch.Tensor],
         module: torch.nn.Module, config: GraphConfig,
     ) -> Capture:  # fmt: skip

@@ -43,7 +43,7 @@ class Effects:
         self._writes.note(func, args, kwargs, before)
 
     def expect_writes(self) -> None:
-        """Take any write into a staged argument from now on for the forward's."""
+        """Count writes into staged arguments from now on: the forward makes them."""
         self._versions = [t._version for t in self._static]
 
     def restart_point(self) -> None:

@@ -13,7 +13,10 @@ from dit_graph.tape.trees import tensors_of
 
 
 class Kind(Enum):
-    """Where a tensor's memory comes from. A tensor without a kind is from outside the call."""
+    """Where a tensor's memory comes from.
+
+    A tensor without a kind is from outside the call and the module: an attribute, a memo table.
+    """
 
     STATIC = "a staged argument"
     MODULE = "a parameter or buffer"
@@ -71,7 +74,10 @@ class Known:
         return self._device.weak(t) if self.kind(t) is Kind.POOL else t
 
     def hold_operand(self, t: torch.Tensor) -> torch.Tensor:
-        """Do the same for an operand of a launch, which freezes what it reads from the host."""
+        """Give what a replayed launch may read in place of an operand.
+
+        A launch freezes what it reads from the host, so the recorder keeps a copy of that.
+        """
         return t.clone() if self.is_host(t) else self.hold(t)
 
     def survivors(self, out: Any) -> int:

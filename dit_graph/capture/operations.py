@@ -1,7 +1,7 @@
 """Sees every operation of a forward that is being recorded, and acts on the verdict on it.
 
 A dispatch mode sees operations, and a function mode what never becomes one (`calls.py`). Both are
-on in captures only. They decide *what* is a break; `steps.py` knows how to make one.
+on in captures only. `verdicts.py` says what is a break; `steps.py` knows how to make one.
 """
 
 import functools

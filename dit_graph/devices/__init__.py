@@ -28,6 +28,6 @@ def current_place(name: str) -> torch.device:
 
 
 def default_generators() -> list[torch.Generator]:
-    """The generators of this process that a draw without one of its own takes."""
+    """The generators that `torch.rand` and the like draw from where none is given."""
     found = [torch.default_generator]
     return found + list(torch.cuda.default_generators) if torch.cuda.is_available() else found

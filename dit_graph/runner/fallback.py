@@ -34,7 +34,7 @@ class Fallback:
             return self.answer(run, (args, kwargs))
 
     def say(self, counter: Counter[str], reason: str) -> None:
-        """Count an eager call and log the first of each reason; under `strict` an error."""
+        """Count an eager call and log each reason once. Raises NotReplayed under `strict`."""
         with self._target.pool.lock:
             counter[reason] += 1
         if reason not in self.said:

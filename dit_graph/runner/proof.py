@@ -25,7 +25,8 @@ class Gate:
 
     def __init__(self, min_gain: float) -> None:
         self.min_gain = min_gain
-        self.first_eager = True  # none ran on the caller's stream yet; it may grow its memory
+        self.first_eager = True  # the next eager call may be the first on the caller's stream,
+        # where the allocator has yet to get memory for it, so its time alone decides nothing
         self.replay: list[Timer] = []
         self.eager: list[Timer] = []
         self.decided = False

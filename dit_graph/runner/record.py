@@ -120,7 +120,7 @@ class CaptureAction:
         capture: Capture | None = None
         try:
             static = self._staged(entry, call)
-            capture = self._backend.capture(
+            capture = self._backend.new_capture(
                 self._target.pool.device, generation.memory, static.tensors, self._target.module,
                 self._target.config,
             )  # fmt: skip
@@ -166,8 +166,8 @@ class CaptureAction:
     def _staged(self, entry: Entry, call: Call) -> StaticBuffers:
         """The call's arguments in the buffers of its entry, made for its first capture."""
         if entry.static is None:
-            # Inference mode counts no writes. Memory from aside is never handed to a stream of the
-            # caller's, which may run ahead of a replay on another one that still reads it.
+            # Inference mode counts no writes. Memory of the capture stream is never handed to a
+            # stream of the caller's, which might write it while a replay elsewhere still reads it.
             with torch.inference_mode(False), self._target.pool.device.stream():
                 entry.static = StaticBuffers(call.tensors)
         static: StaticBuffers = entry.static
@@ -221,7 +221,8 @@ class CaptureAction:
         self._let_go(generation, survivors)
 
     def _let_go(self, generation: Any, survivors: int) -> None:
-        """Record no more into it; replays into it would write over what outlives a capture."""
+        """Record no more into this memory, and free it where a tensor in it outlives the capture:
+        replays of other recordings there would write over that tensor."""
         if survivors:
             self._target.pool.retire(generation)
         else:

@@ -29,7 +29,7 @@ INSIDE = "part of a recording around it"
 
 
 class Runner:
-    """Answers the calls of one module: key, decision, one of four actions."""
+    """Answers the calls of one module: key, decision, and one of three actions or the fallback."""
 
     def __init__(self, target: Target) -> None:
         self.target = target

@@ -32,7 +32,7 @@ class Fingerprint:
 
     def __init__(self, module: torch.nn.Module) -> None:
         walk = Walk(module)
-        self.outgrown = False  # it holds more than was read, of what is no state
+        self.outgrown = False  # members have come that are no state; reading anew would know them
         self.blocker = walk.blocker  # what is held but can be neither compared nor put back
         self._places = walk.places
         self._tensors = walk.tensors

@@ -63,7 +63,7 @@ class ModuleWatcher:
         return self._known
 
     def changed_since(self) -> str | None:
-        """The same in full, for a call that only the cheap comparison has let through."""
+        """What differs after all, in full, where `changed` has compared cheaply in this call."""
         return None if self._in_full else self.changed(in_full=True)
 
     def changed(self, in_full: bool = False) -> str | None:
@@ -88,9 +88,10 @@ class ModuleWatcher:
         return change
 
     def _is_unsteady(self, change: str | None) -> bool:
-        """Whether something runs along and changes the state, call after call.
+        """Whether the state changes at call after call, as under a step cache.
 
-        A change elsewhere may end that, as `disable_cache` does: one is let through.
+        A change in another place may be the end of that, as `disable_cache` is. The first one of
+        that kind is not counted, so that the next call can be recorded.
         """
         before, self._changed = self._changed, change
         self._streak = self._streak + 1 if change else 0

@@ -129,7 +129,7 @@ class Tape:
     spec: Any = None
     random_before_guard: bool = False
     unrestartable: str = ""
-    effects: str = ""  # why a call and its replay cannot both be run
+    effects: str = ""  # why the forward must not run twice for one call, or nothing
     draws: bool = False  # from a default generator
     compared: bool = False  # with an eager call, bit for bit
     generation: Any = None
