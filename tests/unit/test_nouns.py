@@ -138,6 +138,10 @@ def test_key_holds_the_context(monkeypatch: Any) -> None:
     for function in (print, SimpleNamespace(unhashable=1)):
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function)
         keys.append(BIND((x,), {}).key)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    keys.append(BIND((x,), {}).key)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    keys.append(BIND((x,), {}).key)
     assert len(set(keys)) == len(keys)
 
 

@@ -45,7 +45,7 @@ def test_a_scalar_of_the_models_own_that_changes_in_a_choice(machine: Machine) -
         for m in (pair.graphed, pair.eager):
             m.t = torch.tensor(1.0) if i == 0 else m.t.fill_(float(i > 4))
         pair(rows(i).to(machine.on))
-    assert pair.replays >= 4
+    assert pair.replays >= 4 and pair.stats["eager"] == {}
 
 
 def test_a_function_that_cannot_be_captured_is_a_break_from_then_on(machine: Machine) -> None:
