@@ -32,7 +32,7 @@ class ActiveCapture(Protocol):
 
 @dataclass(frozen=True)
 class CurrentCall:
-    """The live call: its arguments by parameter name, as the caller passed them."""
+    """The call that runs now: its arguments by parameter name, as the caller passed them."""
 
     arguments: Mapping[str, Any]
 
@@ -69,7 +69,7 @@ def current_call() -> CurrentCall:
 
 
 @contextmanager
-def live(arguments: Mapping[str, Any]) -> Iterator[None]:
+def answering(arguments: Mapping[str, Any]) -> Iterator[None]:
     """Make `arguments` what `current_call()` gives; used by the runner."""
     before, local.call = local.call, CurrentCall(arguments)
     try:
@@ -106,7 +106,7 @@ def eager_on_graph(fn: Any = None, /, *, pure: bool = False, reason: str | None 
 
         @functools.wraps(inner)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_dynamo_compiling():  # or it would guard on whether one captures
+            if torch.compiler.is_dynamo_compiling():  # It must not guard on whether one captures.
                 return inner(*args, **kwargs)
             capture = local.capture
             if capture is None or capture.in_break:

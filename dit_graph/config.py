@@ -105,13 +105,12 @@ class GraphConfig:
         if self.buckets is not None:
             object.__setattr__(self, "buckets", Buckets(self.buckets).sizes)
         for name, hint in get_type_hints(type(self)).items():
-            known, value = get_args(hint), getattr(self, name)
+            allowed, value = get_args(hint), getattr(self, name)
             if hint is int and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-            if all(isinstance(k, str) for k in known) and known and value not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
-        for name in ("strict", "text_encoders"):
-            if type(value := getattr(self, name)) is not bool:
+            if allowed and all(isinstance(a, str) for a in allowed) and value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+            if hint is bool and type(value) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
         self._set_syncs()
         gain = self.min_gain
@@ -127,8 +126,8 @@ class GraphConfig:
         if type(given) is bool:
             given = get_args(Sync) if given else ()
         if not isinstance(given, (tuple, list)) or not all(s in get_args(Sync) for s in given):
-            known = ", ".join(map(repr, get_args(Sync)))
-            raise ConfigError(f"remove_syncs must be True, False or of {known}; got {given!r}")
+            names = ", ".join(map(repr, get_args(Sync)))
+            raise ConfigError(f"remove_syncs must be True, False or of {names}; got {given!r}")
         if given and self.mode == "prefill":
             raise ConfigError("remove_syncs belongs to a pipeline's denoising loop")
         object.__setattr__(self, "remove_syncs", tuple(given))
@@ -172,9 +171,9 @@ class GraphConfig:
         """`config` or a new one from `options`; both at once, or an unknown name, is an error."""
         if config is not None and not isinstance(config, GraphConfig):
             raise ConfigError(f"config must be a GraphConfig, got {type(config).__name__}")
-        known = [f.name for f in fields(cls)]
-        if unknown := sorted(set(options) - set(known)):
-            raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(known)}")
+        names = [f.name for f in fields(cls)]
+        if unknown := sorted(set(options) - set(names)):
+            raise ConfigError(f"unknown option {', '.join(unknown)}; known: {', '.join(names)}")
         if config is not None and options:
             raise ConfigError(f"give a config or options, not both (got {', '.join(options)})")
         return config if config is not None else cls(**options)

@@ -54,8 +54,7 @@ class Handle:
         """The pool that all runners of this handle share, made for `device` when first asked."""
         pool = None if self._pool is None else self._pool()
         if pool is None:
-            name = "cuda" if self.config.device == "auto" else self.config.device
-            found = device_named(name, device)
+            found = device_named(self.config.device, device)
             budget = self.config.budget_on(found.total_bytes())
             pool = Pool(found, self.config.max_graphs, budget)
             self._pool = weakref.ref(pool)

@@ -12,7 +12,7 @@ from dit_graph import breaks
 from dit_graph.call.buckets import Buckets, schedule
 from dit_graph.call.key import Signature
 from dit_graph.config import GraphConfig
-from dit_graph.devices import current_place
+from dit_graph.devices import current_place, records_on
 from dit_graph.errors import DitGraphError, NotReplayed, Unsupported
 from dit_graph.memory.pool import Pool
 from dit_graph.modes.denoise import Pictures, caller
@@ -69,7 +69,7 @@ class Install:
             self.tally.unreached[reason] += 1
             if self.config.strict and not switched_off():
                 raise NotReplayed(f"{self.name}: {reason}")
-            with breaks.live(self._signature.arguments(args, kwargs)):
+            with breaks.answering(self._signature.arguments(args, kwargs)):
                 return self._slot.original(*args, **kwargs)
         assert self.runner is not None
         return self._answer(*args, **kwargs)
@@ -90,7 +90,7 @@ class Install:
 
     def _resolve(self, on: torch.device) -> str:
         """Make the runner; returns why there is none on this device."""
-        if self.config.device == "auto" and on.type != "cuda":
+        if not records_on(self.config.device, on):
             return f'the module is on {on}, where nothing is recorded (device="recorder" does)'
         pool = self._pool.pool_on(on)
         with pool.lock:
@@ -184,8 +184,11 @@ class Install:
             self.runner.pool.device.trim()
 
 
-def device_of(module: torch.nn.Module, wanted: str = "auto") -> torch.device:
-    """The one device of a module's tensors. Raises Unsupported when there are several."""
+def device_of(module: torch.nn.Module, wanted: str) -> torch.device:
+    """The one device of a module's tensors; where it has none, that of the device `wanted`.
+
+    Raises Unsupported when there are several.
+    """
     devices = {t.device for t in [*module.parameters(), *module.buffers()]}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))

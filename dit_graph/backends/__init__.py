@@ -7,10 +7,10 @@ from dit_graph.backends.eager import Eager
 from dit_graph.backends.full import Full
 from dit_graph.errors import ConfigError
 
-_KNOWN: dict[str, type[Backend]] = {b.name: b for b in (Breakable, Full, Debug, Eager)}
+_BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Breakable, Full, Debug, Eager)}
 
 
 def backend_named(name: str) -> Backend:
-    if name not in _KNOWN:
-        raise ConfigError(f"unknown backend {name!r}; known: {', '.join(_KNOWN)}")
-    return _KNOWN[name]()
+    if name not in _BACKENDS:
+        raise ConfigError(f"unknown backend {name!r}; known: {', '.join(_BACKENDS)}")
+    return _BACKENDS[name]()

@@ -2,11 +2,8 @@
 
 import fnmatch
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from dit_graph.backends.base import Backend
 from dit_graph.breaks import eager_on_graph, local
@@ -21,40 +18,28 @@ from dit_graph.capture.compiled import (
     put_in_place,
     unwatched,
 )
-from dit_graph.config import GraphConfig
 
 
 class Breakable(Backend):
     name = "breakable"
 
-    def record(
-        self, capture: Capture, module: torch.nn.Module, forward: Callable[..., Any],
-        args: list[Any], kwargs: dict[str, Any], config: GraphConfig,
-    ) -> Any:  # fmt: skip
-        with prepared(module, capture, config.breaks), capture.recording():
-            return forward(*args, **kwargs)
+    def record(self, capture: Capture, forward: Callable[[], Any]) -> Any:
+        with _CAPTURING:
+            changes = [*_changes(capture), *unwatched(), *no_hidden_compiled_code(), *no_seeding()]
+            capture.originals = originals(changes)
+            with put_in_place(changes), capture.watching():
+                return forward()
 
 
 _CAPTURING = threading.Lock()  # Every thread sees what a capture puts in place.
 
 
-@contextmanager
-def prepared(
-    module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]
-) -> Iterator[None]:
-    """Make submodules that match a pattern breaks, and compiled code opaque, for one capture."""
-    with _CAPTURING:
-        changes = [*_changes(module, capture, patterns), *unwatched()]
-        capture.originals = originals(changes)
-        with put_in_place(changes), no_hidden_compiled_code(), no_seeding():
-            yield
-
-
-def _changes(module: torch.nn.Module, capture: Capture, patterns: tuple[str, ...]) -> Changes:
+def _changes(capture: Capture) -> Changes:
     """List what makes compiled code opaque, and breaks of submodules that match a pattern."""
-    changes = {(id(s), n): (s, n, _opaque(s[n])) for s, n in compiled_places(module)}
-    for path, child in module.named_modules():
-        pattern = next((p for p in patterns if path and fnmatch.fnmatchcase(path, p)), None)
+    changes = {(id(s), n): (s, n, _opaque(s[n])) for s, n in compiled_places(capture.module)}
+    for path, child in capture.module.named_modules():
+        patterns = capture.patterns if path else ()
+        pattern = next((p for p in patterns if fnmatch.fnmatchcase(path, p)), None)
         if pattern is not None:
             own = child.__dict__
             keys = [(id(own), name) for name in ("_compiled_call_impl", "forward")]

@@ -3,24 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from dit_graph.backends.base import Backend
 from dit_graph.capture.capture import Capture
-from dit_graph.config import GraphConfig
 from dit_graph.tape.tape import WholeCall
 
 
 class Debug(Backend):
     name = "debug"
 
-    def record(
-        self, capture: Capture, module: torch.nn.Module, forward: Callable[..., Any],
-        args: list[Any], kwargs: dict[str, Any], config: GraphConfig,
-    ) -> Any:  # fmt: skip
+    def record(self, capture: Capture, forward: Callable[[], Any]) -> Any:
         def run() -> Any:
             capture.effects.expect_writes()
-            return forward(*args, **kwargs)
+            return forward()
 
         capture.tape.steps.append(WholeCall(run, capture.finish))
         return run()

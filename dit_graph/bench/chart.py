@@ -1,4 +1,4 @@
-"""Draws a record: the time of a step, a bar for each variant, and gain against tokens."""
+"""Draws a record: the time of a step, a bar for each contender, and gain against tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path

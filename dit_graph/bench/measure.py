@@ -1,20 +1,22 @@
-"""Times variants that take turns in one process, and compares their results.
+"""Times contenders that take turns in one process, and compares their results.
 
 The clocks of host and device both count: an eager model is bound by the host, a replay is not.
 """
 
 import math
-import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from dit_graph.bench.variants import Call, Front
+from dit_graph.bench.contenders import Call, Contender
+from dit_graph.cli.errors import one_line
 from dit_graph.runner import proof
 
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
@@ -24,7 +26,7 @@ SETTLING = 6
 
 @dataclass
 class Times:
-    """One variant took these seconds a call, by the wall clock and between events on the device.
+    """One contender took these seconds a call, by the wall clock and between events on the device.
 
     `warm` are the wall clocks of the calls before those that count; `made` is what it took to
     enable or compile the model. `peak` is the most bytes that torch had allocated on the device
@@ -60,8 +62,8 @@ class Apart:
 
 @dataclass(frozen=True)
 class Measured:
-    """One scenario gave, by variant, times, how far its result is from the first one's, and why it
-    failed, here or in another process. `finite` is about the first one's result."""
+    """One scenario gave, by contender, times, how far its result is from the first one's, and why
+    it failed, here or in another process. `finite` is about the first one's result."""
 
     times: dict[str, Times]
     apart: dict[str, Apart]
@@ -98,76 +100,61 @@ class Clock:
 
 
 def measured(
-    fronts: Sequence[Front],
+    contenders: Sequence[Contender],
     call: Call,
     clock: Clock,
     warm: int,
     rounds: int,
     meet: Callable[[Any], list[Any]],
 ) -> Measured:
-    """Call every front `warm` times, then all in turn, A B B A, `rounds` times.
+    """Call every contender `warm` times, then all in turn, A B B A, `rounds` times.
 
-    The very first call of all readies the device and loads kernels, for one variant as for the
+    The very first call of all readies the device and loads kernels, for one contender as for the
     others; it is nobody's set-up here.
 
     Args:
         meet: called before every call, as often in every process: those of all begin together. It
             gives what each of them came with.
     """
-    runs = _Runs(call, clock, {front.variant: Times(front.seconds) for front in fronts})
-    for front in fronts:
-        for _ in range(warm):
-            meet(None)
-            if (taken := runs(front)) is not None:
-                runs.times[front.variant].warm.append(taken[0])
-    del runs.times[fronts[0].variant].warm[:1]  # What it set up on the device serves all.
-    for turn in range(rounds):
-        for front in fronts if turn % 2 == 0 else fronts[::-1]:
-            meet(None)
-            if (taken := runs(front)) is not None:
-                runs.times[front.variant].wall.append(taken[0])
-                runs.times[front.variant].device += [] if taken[1] is None else [taken[1]]
-    failed: dict[str, str] = runs.failed
+    times = {contender.name: Times(contender.seconds) for contender in contenders}
+    outs: dict[str, deque[Any]] = {name: deque(maxlen=2) for name in times}  # Two in a row differ.
+    failed: dict[str, str] = {}
+    turns = [contenders[::-1] if turn % 2 else contenders for turn in range(rounds)]
+    order = [(contender, True) for contender in contenders for _ in range(warm)]
+    order += [(contender, False) for turn in turns for contender in turn]
+    for contender, warms in order:
+        meet(None)
+        name = contender.name
+        if name in failed:
+            continue
+        try:
+            outs[name].append(_timed(contender, call, clock, times[name], warms))
+        except Exception as error:  # A compiler may fail; others go on.
+            failed[name] = f"failed: {type(error).__name__}: {one_line(error)[:300]}"
+    del times[contenders[0].name].warm[:1]  # What it set up on the device serves all.
     for others in meet(failed):
         failed = others | failed
-    if fronts[0].variant in failed:
+    if contenders[0].name in failed:
         return Measured({}, {}, failed, False)
-    times = {name: taken for name, taken in runs.times.items() if name not in failed}
-    expected = runs.outs[fronts[0].variant]
-    apart = {name: difference(runs.outs[name], expected) for name in times}
+    times = {name: taken for name, taken in times.items() if name not in failed}
+    expected = list(outs[contenders[0].name])
+    apart = {name: difference(list(outs[name]), expected) for name in times}
     return Measured(times, apart, failed, finite(expected))
 
 
-@dataclass
-class _Runs:
-    """Call one scenario's variants in this process, none again that has failed."""
-
-    call: Call
-    clock: Clock
-    times: dict[str, Times]
-    outs: dict[str, list[Any]] = field(default_factory=dict)
-    """Two results of each are kept, because two calls in a row draw different things."""
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def __call__(self, front: Front) -> tuple[float, float | None] | None:
-        """Give the seconds of one call on the wall clock and on the device's."""
-        name = front.variant
-        if name in self.failed:
-            return None
-        try:
-            front.before_call()
-            out, wall, device = self.clock(lambda: self.call(front))
-            if self.clock.cuda:
-                peak = torch.cuda.max_memory_allocated(self.clock.on)
-                self.times[name].peak = max(self.times[name].peak or 0, peak)
-            # A compiled model's next call would overwrite it.
-            out = pytree.tree_map(torch.clone, out)
-            self.outs[name] = [*self.outs.get(name, [])[-1:], out]
-        except Exception as error:  # A compiler may fail; others go on.
-            text = " ".join(str(error).split())[:300]
-            self.failed[name] = f"failed: {type(error).__name__}: {text}"
-            return None
-        return wall, device
+def _timed(contender: Contender, call: Call, clock: Clock, times: Times, warms: bool) -> Any:
+    """Add one call to `times` and give its result."""
+    contender.before_call()
+    out, wall, device = clock(lambda: call(contender))
+    if clock.cuda:
+        times.peak = max(times.peak or 0, torch.cuda.max_memory_allocated(clock.on))
+    out = pytree.tree_map(torch.clone, out)  # A compiled model's next call would overwrite it.
+    if warms:
+        times.warm.append(wall)
+    else:
+        times.wall.append(wall)
+        times.device += [] if device is None else [device]
+    return out
 
 
 def difference(out: Any, expected: Any) -> Apart:
@@ -196,15 +183,15 @@ def finite(out: Any) -> bool:
     return all(bool(t.isfinite().all()) and float(t.std()) > 0 for t in leaves)
 
 
-def activity(front: Front, call: Call, clock: Clock) -> Activity | None:
+def activity(contender: Contender, call: Call, clock: Clock) -> Activity | None:
     """Ask the profiler what one call does on the device; give None without a device."""
     if not clock.cuda:
         return None
     clock.wait()
     # Calls of the runtime are included. Without `acc_events` torch warns of what is no matter here.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
-        front.before_call()
-        call(front)
+        contender.before_call()
+        call(contender)
         clock.wait()
     events = profiled.events() or []
     spans = [
@@ -227,14 +214,11 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Find the value below which `share` of them lie, between neighbours by interpolation."""
-    if len(values) == 1:
-        return values[0]
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return cuts[round(share * 100) - 1]
+    return float(np.quantile(values, share))
 
 
 def break_even(setup: float, steady: float, eager_setup: float, eager_steady: float) -> int | None:
-    """Find the picture from which on a variant has taken less time in all than eager.
+    """Find the picture from which on a contender has taken less time in all than eager.
 
     Args:
         setup, eager_setup: seconds that the first picture takes longer than later ones.

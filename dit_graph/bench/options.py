@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from dit_graph.bench.contenders import CONTENDERS
 from dit_graph.bench.run import run
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES
-from dit_graph.bench.variants import VARIANTS
 from dit_graph.cli import files, model, ranks
 from dit_graph.cli.errors import UsageError, one_line
 from dit_graph.cli.options import Options, lines_of, settle
@@ -45,7 +45,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Options):
-    """`parse` makes these. Each variant draws `images` pictures once it is warm."""
+    """`parse` makes these. Each contender draws `images` pictures once it is warm."""
 
     spelling: ClassVar[Mapping[str, str]] = {
         **Options.spelling, "height": "--sizes", "width": "--sizes", "prompt": "--prompt",
@@ -104,17 +104,17 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 
 def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--compare", type=_variants, default=_COMPARE, metavar="NAME[,NAME]",
-        help=f"of {', '.join(VARIANTS)}; +remove-syncs is enable(remove_syncs=True) "
+    add("--compare", type=_contenders, default=_COMPARE, metavar="NAME[,NAME]",
+        help=f"of {', '.join(CONTENDERS)}; +remove-syncs is enable(remove_syncs=True) "
         f"(default {','.join(_COMPARE)})")  # fmt: skip
     add("--images", type=whole(1), metavar="N",
-        help="pictures (calls for a step or a prefill) that each variant is timed on, of all "
+        help="pictures (calls for a step or a prefill) that each contender is timed on, of all "
         f"processes together (default {_IMAGES}, without a GPU {_FEW})")  # fmt: skip
     add("--set-up", choices=("fresh", "here"), default="fresh",
-        help="take the set-up time in a fresh process a variant, or in this one, where kernels "
+        help="take the set-up time in a fresh process a contender, or in this one, where kernels "
         "are warm already (default fresh)")  # fmt: skip
     add_where(group, "recorder")
-    add("--set-up-of", choices=VARIANTS, dest="alone", help=argparse.SUPPRESS)
+    add("--set-up-of", choices=CONTENDERS, dest="alone", help=argparse.SUPPRESS)
     add("--set-up-scenario", dest="scenario", help=argparse.SUPPRESS)
 
 
@@ -136,14 +136,13 @@ def _wholes(text: str) -> tuple[int, ...]:
     return tuple(whole(1)(part) for part in _listed(text))
 
 
-def _variants(text: str) -> tuple[str, ...]:
-    names = _listed(text)
-    if not names:
-        raise argparse.ArgumentTypeError(f"names nothing to measure; known: {', '.join(VARIANTS)}")
-    if unknown := [name for name in names if name not in VARIANTS]:
-        known = ", ".join(VARIANTS)
-        raise argparse.ArgumentTypeError(f"knows no {unknown[0]!r}; known: {known}")
-    return tuple(names)
+def _contenders(text: str) -> tuple[str, ...]:
+    names = tuple(_listed(text))
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown or not names:
+        what = f"knows no {unknown[0]!r}" if unknown else "names nothing to measure"
+        raise argparse.ArgumentTypeError(f"{what}; known: {', '.join(CONTENDERS)}")
+    return names
 
 
 def parse(argv: Sequence[str] | None) -> BenchOptions:
@@ -164,8 +163,10 @@ def parse(argv: Sequence[str] | None) -> BenchOptions:
     of_pictures = (given.sizes, given.latent, given.pipeline_kwargs)
     if given.what == "prefill" and any(of_pictures):
         raise UsageError("--sizes, --latent, --pipeline-kwargs are about pictures, not prefill")
-    if given.chart is not None or given.output is not None:
-        _check_results(given.chart, given.output)
+    if given.chart is not None:
+        files.check_png("--chart", given.chart)
+    if given.output is not None:
+        _check_output(given.output)
     options = BenchOptions.of(
         given,
         prompts=tuple(prompts),
@@ -192,21 +193,13 @@ def _check_model(name: str | None, what: str) -> None:
         )
 
 
-def _check_results(chart: Path | None, output: Path | None) -> None:
-    """Check that a chart can be drawn at all, and that results can go there."""
-    if chart is not None and chart.is_dir():
-        raise UsageError(f"--chart {chart}: is a folder; give the name of a file")
-    if chart is not None and chart.suffix.lower() != ".png":
-        raise UsageError(f"--chart {chart}: is no .png file; give a name that ends in .png")
-    for option, path in (("--chart", chart), ("--output", output)):
-        if path is not None:
-            files.check_writable(option, path, path.parent)
+def _check_output(path: Path) -> None:
+    """Check that results can go there, and say so where a chart cannot be drawn."""
+    files.check_writable("--output", path, path.parent)
     try:
         empty_figure()
     except ConfigError as error:
-        if chart is not None:
-            raise UsageError(f"--chart: {one_line(error)}") from error
-        print(f"bench: {output}.png will not be drawn: {one_line(error)}", file=sys.stderr)
+        print(f"bench: {path}.png will not be drawn: {one_line(error)}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Makes a row of the numbers of one variant in one scenario, and one of several processes' rows.
+"""Makes a row of the numbers of one contender in one scenario, and one of several processes' rows.
 
 Names follow diffusers' own benchmark where they mean the same (`scenario`, `model_cls`,
 `num_params_B`, `time_s`, `mem_GB`, `github_sha`).
@@ -7,24 +7,24 @@ A step's milliseconds are a call's over its steps, all else that it does include
 percentiles are those of calls. `first_s` is the time to the first result, enabling or compiling
 included; `set_up_s` is what the first calls took more than later ones. `mem_GB` is what torch
 reserved in a fresh process, `allocated_GB` the most that it had allocated in this one while the
-variant ran, with the weights that all share.
+contender ran, with the weights that all share.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from dit_graph.bench.contenders import EAGER, Contender
 from dit_graph.bench.measure import Activity, Apart, Times, break_even, first_and_set_up, percentile
 from dit_graph.bench.tasks import Task
-from dit_graph.bench.variants import EAGER, Front
 
 Row = dict[str, Any]
 
 
 def row(
-    task: Task, made: Front, times: Times, did: Activity | None, apart: Apart,
+    task: Task, made: Contender, times: Times, did: Activity | None, apart: Apart,
     set_up: dict[str, Any] | None,
 ) -> Row:  # fmt: skip
-    """Make one variant's row; numbers that were not measured are None.
+    """Make one contender's row; numbers that were not measured are None.
 
     `apart` is from eager's result. Without `set_up`, which a fresh process finds, the first calls
     of this one count.
@@ -36,7 +36,7 @@ def row(
         "model_cls": type(task.repeated).__name__,
         "num_params_B": round(sum(p.numel() for p in task.repeated.parameters()) / 1e9, 3),
         "tokens": task.tokens,
-        "mode": made.variant,
+        "mode": made.name,
         "processes": 1,
         "images_per_s": round(task.images / wall, 4),
         "time_s": round(wall, 6),
@@ -63,16 +63,16 @@ def row(
 
 
 def _first_and_extra(
-    made: Front, times: Times, wall: float, set_up: dict[str, Any] | None
+    made: Contender, times: Times, wall: float, set_up: dict[str, Any] | None
 ) -> tuple[float, float]:
     if set_up is not None:
         return set_up["first_s"], set_up["set_up_s"]
-    if made.variant == EAGER:  # With warm kernels it has nothing to set up.
+    if made.name == EAGER:  # With warm kernels it has nothing to set up.
         return wall, 0.0
     return first_and_set_up(times.made, times.warm, wall)
 
 
-def _graph_memory(made: Front, times: Times) -> float | None:
+def _graph_memory(made: Contender, times: Times) -> float | None:
     """Sum up the MiB of recordings on the device; None without recordings or without a device."""
     if made.handle is None or not times.device:
         return None
@@ -109,7 +109,6 @@ def with_gain(rows: list[Row]) -> list[Row]:
     return rows
 
 
-_SUMS = ("images_per_s",)
 _LARGEST = (
     "time_s", "step_ms_p50", "step_ms_p95", "device_s", "mem_GB", "allocated_GB", "graph_MiB",
     "difference", "set_up_s", "first_s",
@@ -117,7 +116,7 @@ _LARGEST = (
 
 
 def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:
-    """Make one row of each scenario and variant that every process measured.
+    """Make one row of each scenario and contender that every process measured.
 
     Throughput adds up, and of times and bytes the largest stands, because all wait for the slowest;
     counts on the device are the first process's.
@@ -131,7 +130,7 @@ def merged(of_processes: Sequence[Sequence[Row]]) -> list[Row]:
             continue
         same = [r for rows in of_processes for r in rows if (r["scenario"], r["mode"]) == key]
         out = {**first, "processes": len(same), "equal": all(row["equal"] for row in same)}
-        out |= {name: round(sum(row[name] for row in same), 4) for name in _SUMS}
+        out["images_per_s"] = round(sum(row["images_per_s"] for row in same), 4)
         for name in _LARGEST:
             known = [row[name] for row in same if row[name] is not None]
             out[name] = max(known) if len(known) == len(same) else None

@@ -1,7 +1,7 @@
-"""Runs the benchmark: every scenario with every variant, then the record.
+"""Runs the benchmark: every scenario with every contender, then the record.
 
-Set-up times come from fresh processes, because a kernel that one variant has warmed is warm for the
-next; everything else comes from one process, in turns, because the host's mood hits all alike.
+Set-up times come from fresh processes, because a kernel that one contender has warmed is warm for
+the next; everything else comes from one process, in turns, because the host's mood hits all alike.
 Under a launcher each process does its share of the images at the same time.
 """
 
@@ -17,11 +17,11 @@ import torch
 from tqdm import tqdm
 
 from dit_graph.bench import chart, record, table
+from dit_graph.bench.contenders import COMPILED, EAGER, Contender, eager_first, impossible
 from dit_graph.bench.measure import Activity, Clock, activity, measured
 from dit_graph.bench.rows import Row, merged, row, unused, with_gain
 from dit_graph.bench.set_up import alone, fresh
 from dit_graph.bench.tasks import Task, tasks
-from dit_graph.bench.variants import COMPILED, EAGER, Front, eager_first, front, impossible
 from dit_graph.cli.errors import UsageError, one_line, told, writing
 from dit_graph.cli.ranks import Processes
 from dit_graph.errors import ConfigError, DitGraphError
@@ -111,25 +111,25 @@ class _Bench:
 
     def _scenario(self, task: Task, names: list[str], share: _Share) -> None:
         """Measure one scenario, as often in every process, because they wait for each other."""
-        fronts, failed = self._fronts(task, names)
+        contenders, failed = self._contenders(task, names)
         images = len(self.processes.mine(range(max(self.options.images, self.processes.count))))
         images = max(self.processes.gather(images))
         rounds = max(2, -(-images // task.images))
         quiet = not self.processes.is_main
-        calls = len(fronts) * (task.warm + rounds)
+        calls = len(contenders) * (task.warm + rounds)
         with tqdm(total=calls, unit="call", desc=task.scenario, disable=quiet) as bar:
 
             def meet(value: Any = None) -> list[Any]:
                 bar.update(value is None)
                 return self.processes.gather(value)
 
-            found = measured(fronts, task.call, self.clock, task.warm, rounds, meet)
+            found = measured(contenders, task.call, self.clock, task.warm, rounds, meet)
         failed |= found.failed
         if EAGER in failed:
             raise UsageError(f"{task.scenario}: eager itself fails: {failed[EAGER]}")
         rows: list[Row] = []
-        for made in [made for made in fronts if made.variant in found.times]:
-            name = made.variant
+        for made in [made for made in contenders if made.name in found.times]:
+            name = made.name
             set_up = self._set_up(name, task, share)
             did = self._activity(made, task, share)
             rows.append(row(task, made, found.times[name], did, found.apart[name], set_up))
@@ -138,7 +138,7 @@ class _Bench:
         share.notes += [f"{task.scenario}: {name}: {text}" for name, text in failed.items()]
         share.notes += [f"{task.scenario}: {text}" for text in map(unused, rows) if text]
         share.rows += with_gain(rows)
-        for made in fronts:
+        for made in contenders:
             made.release()
 
     def _set_up(self, name: str, task: Task, share: _Share) -> dict[str, Any] | None:
@@ -154,30 +154,30 @@ class _Bench:
             self.processes.gather(None)
         return found
 
-    def _activity(self, made: Front, task: Task, share: _Share) -> Activity | None:
+    def _activity(self, made: Contender, task: Task, share: _Share) -> Activity | None:
         """Profile one call; None where that failed, as it may for want of memory."""
 
         def look() -> Activity | None:
             try:
                 return activity(made, task.call, self.clock)
             except torch.OutOfMemoryError as error:
-                text = f"{task.scenario}: {made.variant}: no profile: {one_line(error)}"
+                text = f"{task.scenario}: {made.name}: no profile: {one_line(error)}"
                 share.notes.append(text)
                 return None
 
         return self.processes.together(look)
 
-    def _fronts(self, task: Task, names: list[str]) -> tuple[list[Front], dict[str, str]]:
-        """Make each variant's front, eager's first; keep those that every process could make."""
-        fronts, failed = [], {}
+    def _contenders(self, task: Task, names: list[str]) -> tuple[list[Contender], dict[str, str]]:
+        """Make the contenders, eager first; keep those that every process could make."""
+        contenders, failed = [], {}
         for name in names:
             try:
-                fronts.append(front(name, task.model, self.options.enable))
+                contenders.append(Contender.of(name, task.model, self.options.enable))
             except (DitGraphError, ValueError, RuntimeError) as error:
                 failed[name] = one_line(error)
         for others in self.processes.gather(failed):
             failed = others | failed
-        return [made for made in fronts if made.variant not in failed], failed
+        return [made for made in contenders if made.name not in failed], failed
 
 
 def _choices(options: "BenchOptions") -> dict[str, Any]:
@@ -201,9 +201,14 @@ def _tell(result: dict[str, Any], options: "BenchOptions") -> None:
 def _write(result: dict[str, Any], options: "BenchOptions") -> None:
     """Write the files that were asked for, each whole or not at all."""
     name = options.output
-    if name != Path():
-        _put(name.with_name(f"{name.name}.md"), table.markdown(result) + "\n")
-        _put(name.with_name(f"{name.name}.json"), json.dumps(result, indent=1) + "\n")
+    if name == Path():
+        return
+    for ending, text in (("md", table.markdown(result)), ("json", json.dumps(result, indent=1))):
+        path = name.with_name(f"{name.name}.{ending}")
+        partial = path.with_name(f".{path.name}.partial")
+        with writing(path):
+            partial.write_text(text + "\n")
+            partial.replace(path)
 
 
 def _draw(result: dict[str, Any], options: "BenchOptions") -> None:
@@ -217,10 +222,3 @@ def _draw(result: dict[str, Any], options: "BenchOptions") -> None:
     if options.chart is not None:
         with told(f"--chart {options.chart}"):
             chart.draw(result, options.chart)
-
-
-def _put(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with writing(path):
-        partial.write_text(text)
-        partial.replace(path)

@@ -1,4 +1,4 @@
-"""Takes what the first pictures of a variant cost more than later ones, in a process of its own."""
+"""Takes what a contender's first pictures cost more than later ones, in a process of its own."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dit_graph.bench.contenders import Contender
 from dit_graph.bench.measure import Clock, first_and_set_up, percentile
 from dit_graph.bench.tasks import Task, tasks
-from dit_graph.bench.variants import front
 from dit_graph.cli.errors import UsageError, told
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def alone(options: "BenchOptions", name: str, clock: Clock) -> dict[str, Any]:
     if task is None:
         raise UsageError(f"no scenario {options.scenario!r}")
     with told(f"setting up {name}"):
-        made = front(name, task.model, options.enable)
+        made = Contender.of(name, task.model, options.enable)
 
         def call() -> Any:
             made.before_call()

@@ -59,10 +59,6 @@ def _vae(latent_channels: int) -> Any:
     )  # fmt: skip
 
 
-def _normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape)
-
-
 def _scheduler(name: str, **config: Any) -> Any:
     """Make it on the CPU, where it is made in life, whatever the default device is."""
     with torch.device("cpu"):
@@ -98,8 +94,8 @@ def _masked(width: int, length: int, batch: int) -> dict[str, Any]:
     """Make prompts and negative prompts that are padded to one length, with their masks."""
     mask = torch.ones(batch, length, dtype=torch.long)
     return {
-        "prompt_embeds": _normal(batch, length, width), "prompt_attention_mask": mask,
-        "negative_prompt_embeds": _normal(batch, length, width),
+        "prompt_embeds": torch.randn(batch, length, width), "prompt_attention_mask": mask,
+        "negative_prompt_embeds": torch.randn(batch, length, width),
         "negative_prompt_attention_mask": mask, "negative_prompt": None,
         "use_resolution_binning": False,
     }  # fmt: skip
@@ -132,9 +128,10 @@ def _sd3(size: Size) -> Any:
 
 def _sd3_call(batch: int) -> dict[str, Any]:
     return {
-        "prompt_embeds": _normal(batch, 333, 4096), "pooled_prompt_embeds": _normal(batch, 2048),
-        "negative_prompt_embeds": _normal(batch, 333, 4096),
-        "negative_pooled_prompt_embeds": _normal(batch, 2048),
+        "prompt_embeds": torch.randn(batch, 333, 4096),
+        "negative_prompt_embeds": torch.randn(batch, 333, 4096),
+        "pooled_prompt_embeds": torch.randn(batch, 2048),
+        "negative_pooled_prompt_embeds": torch.randn(batch, 2048),
     }  # fmt: skip
 
 
@@ -144,8 +141,8 @@ def _flux(size: Size) -> Any:
 
 
 def _flux_call(batch: int) -> dict[str, Any]:
-    return {"prompt_embeds": _normal(batch, 512, 4096),
-            "pooled_prompt_embeds": _normal(batch, 768)}  # fmt: skip
+    return {"prompt_embeds": torch.randn(batch, 512, 4096),
+            "pooled_prompt_embeds": torch.randn(batch, 768)}  # fmt: skip
 
 
 def _z_image(size: Size) -> Any:
@@ -156,7 +153,7 @@ def _z_image(size: Size) -> Any:
 
 def _z_image_call(batch: int) -> dict[str, Any]:
     """Make a call without guidance, as the Turbo weights are used."""
-    prompts = [_normal(77, 2560) for _ in range(batch)]
+    prompts = [torch.randn(77, 2560) for _ in range(batch)]
     return {"prompt_embeds": prompts, "negative_prompt_embeds": [], "guidance_scale": 0.0}
 
 
@@ -169,8 +166,8 @@ def _qwen_image(size: Size) -> Any:
 def _qwen_image_call(batch: int) -> dict[str, Any]:
     mask = torch.ones(batch, 64, dtype=torch.long)
     return {
-        "prompt_embeds": _normal(batch, 64, 3584), "prompt_embeds_mask": mask,
-        "negative_prompt_embeds": _normal(batch, 64, 3584), "negative_prompt_embeds_mask": mask,
+        "prompt_embeds": torch.randn(batch, 64, 3584), "prompt_embeds_mask": mask,
+        "negative_prompt_embeds": torch.randn(batch, 64, 3584), "negative_prompt_embeds_mask": mask,
         "true_cfg_scale": 4.0,
     }  # fmt: skip
 
@@ -189,8 +186,8 @@ def _wan(size: Size) -> Any:
 
 
 def _wan_call(batch: int) -> dict[str, Any]:
-    return {"prompt_embeds": _normal(batch, 512, 4096), "num_frames": 17,
-            "negative_prompt_embeds": _normal(batch, 512, 4096)}  # fmt: skip
+    return {"prompt_embeds": torch.randn(batch, 512, 4096), "num_frames": 17,
+            "negative_prompt_embeds": torch.randn(batch, 512, 4096)}  # fmt: skip
 
 
 SHAPES: dict[str, Shape] = {

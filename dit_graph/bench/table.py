@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dit_graph.bench.variants import EAGER
+from dit_graph.bench.contenders import EAGER
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mode", "mode", str),
@@ -70,7 +70,7 @@ _SUMMED = ("mode", "gain", "images_per_s", "gpu_busy", "set_up_s", "allocated_GB
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """Put several records in one table, with each other variant of a scenario beside its eager."""
+    """Put several records in one table, with the others of a scenario beside its eager."""
     columns = [column for column in _COLUMNS if column[0] in _SUMMED]
     titles = ["", "tokens", "eager images/s", "eager GPU busy", *(title for _, title, _ in columns)]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]

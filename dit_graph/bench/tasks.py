@@ -1,15 +1,16 @@
 """Says what is timed: a picture, one denoising step, or an LLM's prefill, at a size and batch."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from dit_graph.bench.contenders import Call, Contender, denoiser
 from dit_graph.bench.measure import SETTLING
 from dit_graph.bench.shapes import LANGUAGE_MODELS, SHAPES, Size, language_model
-from dit_graph.bench.variants import Call, Front, denoiser
 from dit_graph.cli import model
 from dit_graph.cli.errors import UsageError, loading, told
 
@@ -22,7 +23,7 @@ class Task:
     """This is one scenario of a run.
 
     Args:
-        model: the pipeline or causal LM that the variants run, its weights shared by all.
+        model: the pipeline or causal LM that the contenders run, its weights shared by all.
         call: what is timed.
         images: pictures (prompts in prefill) that one call makes.
         steps: denoising steps of one call; 1 for a step or a prefill.
@@ -96,20 +97,16 @@ def _pipeline(options: "BenchOptions", size: Size | None, on: torch.device) -> A
     return pipe
 
 
-class _made_on:
+@contextmanager
+def _made_on(on: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Make modules on a device in a dtype."""
-
-    def __init__(self, on: torch.device, dtype: torch.dtype) -> None:
-        self._on, self._dtype = on, dtype
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        self._on.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._on.__exit__(*error)
-        torch.set_default_dtype(self._before)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with on:
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _picture(
@@ -132,15 +129,15 @@ def _picture(
     prompted = shape is None and "prompt" in taken
     prompts = options.prompts or ("a fox",)
 
-    def picture(front: Front) -> Any:
+    def picture(contender: Contender) -> Any:
         rank, count = share
-        first = (front.turn * count + rank) * batch
+        first = (contender.turn * count + rank) * batch
         numbers = range(first, first + batch)
         given = {**fixed, "generator": [torch.Generator(on).manual_seed(n) for n in numbers]}
         if prompted:
             given["prompt"] = [prompts[n % len(prompts)] for n in numbers]
         with torch.no_grad():
-            out = front.target(**given)
+            out = contender.target(**given)
         return out.images if hasattr(out, "images") else out.frames
 
     sized = "own size" if size is None else f"{size[1]}x{size[0]}"
@@ -166,15 +163,15 @@ def _step(whole: Task) -> Task:
     watched = denoiser(whole.model).register_forward_pre_hook(note, with_kwargs=True)
     try:
         with told("drawing a picture for its steps"):
-            whole.call(Front("eager", whole.model))
+            whole.call(Contender("eager", whole.model))
     finally:
         watched.remove()
     given = seen[-1], pytree.tree_map_only(torch.Tensor, _mirrored, seen[-1])
 
-    def step(front: Front) -> Any:
-        args, kwargs = given[front.turn % 2]
+    def step(contender: Contender) -> Any:
+        args, kwargs = given[contender.turn % 2]
         with torch.no_grad():
-            return denoiser(front.target)(*args, **kwargs)[0]
+            return denoiser(contender.target)(*args, **kwargs)[0]
 
     scenario = f"{whole.scenario.rsplit(' B', 1)[0]} B{whole.images} one step"
     left_out = ("VAE", "text encoders")
@@ -200,10 +197,10 @@ def _prefills(options: "BenchOptions", on: torch.device) -> Iterator[Task]:
             seeded = torch.Generator().manual_seed(tokens)
             given = torch.randint(1, vocabulary, (2, batch, tokens), generator=seeded).to(on)
 
-            def prefill(front: Front, given: torch.Tensor = given) -> Any:
-                prompts = given[front.turn % 2]
+            def prefill(contender: Contender, given: torch.Tensor = given) -> Any:
+                prompts = given[contender.turn % 2]
                 with torch.no_grad():
-                    return front.target(input_ids=prompts, logits_to_keep=1).logits
+                    return contender.target(input_ids=prompts, logits_to_keep=1).logits
 
             scenario = f"{name} {tokens} tokens B{batch}"
             yield Task(scenario, causal_lm, prefill, batch, 1, ("decode",), tokens)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.attention
 from torch.utils._device import DeviceContext
 
+from dit_graph.devices.switches import backend_switches
+
 
 class Identity:
     """Equal to nothing but what stands for the same object."""
@@ -50,7 +52,6 @@ class Context(NamedTuple):
 def context(extra: Any = None) -> Context:
     """The modes and switches as they are on this thread now."""
     cuda, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    blas, cudnn = torch.backends.cuda, torch._C
     return Context(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -64,20 +65,12 @@ def context(extra: Any = None) -> Context:
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch._C._get_deterministic_fill_uninitialized_memory(),
         ),
-        (cudnn._get_cudnn_enabled(), cudnn._get_cudnn_deterministic(),
-         cudnn._get_cudnn_benchmark()),
-        (blas.flash_sdp_enabled(), blas.mem_efficient_sdp_enabled(), blas.math_sdp_enabled(),
-         blas.cudnn_sdp_enabled(), blas.fp16_bf16_reduction_math_sdp_allowed(),
-         *torch._C._get_sdp_priority_order()),
-        (*(torch._C._get_fp32_precision_getter("cuda", op) for op in ("matmul", "conv", "rnn")),
-         blas.matmul.allow_fp16_reduced_precision_reduction,
-         blas.matmul.allow_bf16_reduced_precision_reduction, blas.matmul.allow_fp16_accumulation),
-        torch._C._get_blas_preferred_backend(),
+        *backend_switches(),
         _attention_backend(),
         torch.nn.attention.current_flash_attention_impl(),
         Identity(torch.nn.functional.scaled_dot_product_attention),
         extra,
-    )  # fmt: skip
+    )
 
 
 def _default_device() -> torch.device | None:

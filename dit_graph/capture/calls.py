@@ -91,8 +91,8 @@ def _pass_on(steps: Steps, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         return steps.device.pass_on(func, args, kwargs)
     except RuntimeError as error:
-        if steps.refused is None and is_about_capturing(error):
-            steps.refused = func, source_line()
+        if steps.no_segment_takes is None and is_about_capturing(error):
+            steps.no_segment_takes = func, source_line()
         raise
 
 

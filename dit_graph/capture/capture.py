@@ -5,7 +5,7 @@ written in place moves once, and the result of a capture is the answer to the ca
 nothing of signatures, of other recordings or of models.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dit_graph import breaks
 from dit_graph.capture.caller import CallersModes
+from dit_graph.capture.compiled import Changes
 from dit_graph.capture.homes import result_leaf
 from dit_graph.capture.operations import Watch, undisturbed
 from dit_graph.capture.steps import Steps
@@ -24,44 +25,42 @@ from dit_graph.tape.trees import is_size, tensors_of
 
 
 class Capture(Steps):
-    """Records one call. Use `recording()` around the forward, then `finish` with its result.
+    """Records one call. Use `watching()` around the forward, then `finish` with its result.
 
     Args:
         device, memory: where the segments go.
         static: the staged arguments that the forward is called with.
-        module: the parameters and buffers of the module.
+        module: whose forward it is.
         breakable: False raises CaptureError at the first thing that one graph cannot hold.
-        eager_functions: patterns of torch functions, by name, that are breaks.
-        names: the paths of the module and its submodules by their ids.
+        patterns: of what is a break, submodules by path and torch functions by name.
     """
 
     watch: Watch
 
     def __init__(
-        self, device: Device, memory: Memory, static: list[torch.Tensor],
-        module: Sequence[torch.Tensor] = (), breakable: bool = True,
-        eager_functions: tuple[str, ...] = (), names: Mapping[int, str] | None = None,
+        self, device: Device, memory: Memory, static: list[torch.Tensor], module: torch.nn.Module,
+        breakable: bool, patterns: tuple[str, ...],
     ) -> None:  # fmt: skip
-        super().__init__(device, memory, static, module, breakable, names or {})
-        self.placed: set[str] = set()  # These patterns of the config match a submodule.
+        super().__init__(device, memory, static, module, breakable)
+        self.module = module
+        self.patterns = patterns
+        self.placed: set[str] = set()  # These patterns match a submodule.
         self.matched: set[str] = set()  # These became a break, of a submodule or a torch function.
-        self.originals: list[Any] = []  # A capture changes these places of the model for a while.
-        self._static = static
-        self._eager_functions = eager_functions if breakable else ()
+        self.originals: Changes = []  # A capture changes these places of the model for a while.
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Watch everything that runs inside; on an error the open segment is thrown away."""
         if breaks.capturing():
             raise CaptureError("a capture is already running on this thread")
         with undisturbed() as autocast_cache:  # This also covers closing the last segment.
             breaks.local.capture = self
-            self.watch = Watch(self, self._eager_functions, self.matched, autocast_cache)
+            self.watch = Watch(self, self.patterns, self.matched, autocast_cache)
             try:
                 with self.watch:
                     self.modes = CallersModes()
                     yield
-                if self.refused is not None:  # The forward caught it and went another way.
+                if self.no_segment_takes is not None:  # The forward caught it and went another way.
                     raise CaptureError("the forward catches that an operation cannot be captured")
                 self.close()
             except BaseException:
@@ -74,13 +73,13 @@ class Capture(Steps):
 
     def finish(self, out: Any) -> Any:
         """Complete the tape with the result `out`, and return it as Python should see it."""
-        if any(not same(array, before) for array, before in self.arrays):
+        if not all(same(array, before) for array, before in self.arrays):
             raise CaptureError("a tensor is written through its numpy array")
         self.arrays.clear()
         tape, out = self.tape, pytree.tree_map(plain, out, is_leaf=is_size)
         leaves, tape.spec = pytree.tree_flatten(out, is_size)
         self.refuse_hidden(tensors_of(leaves))
-        tape.leaves = [result_leaf(leaf, self.known, self._static) for leaf in leaves]
+        tape.leaves = [result_leaf(leaf, self.known, self.static) for leaf in leaves]
         self.effects.finish()
         return out
 

@@ -24,7 +24,7 @@ from dit_graph.tape.trees import tensors_of
 
 Places = list[tuple[MutableMapping[str, Any], str]]
 Changes = list[tuple[MutableMapping[str, Any], str, Any]]
-COMPILED = "compiled code"  # `refused` says this where it cannot be captured.
+COMPILED = "compiled code"  # `no_segment_takes` says this of it.
 _ABSENT = object()
 
 
@@ -113,8 +113,8 @@ def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         try:
             out = capture.in_segment(fn, args, kwargs)
         except Exception:
-            if capture.refused is not None and capture.refused[0] is fn:
-                capture.refused = COMPILED + _hint(), capture.refused[1]
+            if capture.no_segment_takes is not None and capture.no_segment_takes[0] is fn:
+                capture.no_segment_takes = COMPILED + _hint(), capture.no_segment_takes[1]
             raise
     if [t._version for t in constants] != versions:
         raise CaptureError(f"compiled code writes into a constant at {source_line()}")
@@ -159,13 +159,11 @@ def _assign(changes: Changes) -> None:
             space[name] = value
 
 
-@contextmanager
-def no_hidden_compiled_code() -> Iterator[None]:
-    """Raise CaptureError where a compiled function that was not found is about to run."""
+def no_hidden_compiled_code() -> Changes:
+    """List what raises CaptureError where a compiled function is met that was not found."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
-        yield
-        return
+        return []
     enter = dynamo.set_eval_frame
 
     def refuse(callback: Any) -> Any:
@@ -174,13 +172,13 @@ def no_hidden_compiled_code() -> Iterator[None]:
             raise CaptureError("a compiled function is called that could not be found beforehand")
         return enter(callback)
 
-    with put_in_place([(vars(dynamo), "set_eval_frame", refuse)]):
-        yield
+    return [(vars(dynamo), "set_eval_frame", refuse)]
 
 
-@contextmanager
-def no_seeding() -> Iterator[None]:
-    """Raise CaptureError where the forward sets a default generator; a replay would not.
+def no_seeding() -> Changes:
+    """List what raises CaptureError where the forward sets a default generator.
+
+    A replay would not set it.
 
     `host_generators` (`tape/guards.py`) cannot see all of this. It compares Python's and numpy's
     generators and torch's seeds before and after a cold call. torch's default generators move in
@@ -188,13 +186,9 @@ def no_seeding() -> Iterator[None]:
     number each time, or puts a state back, leaves no trace. Python and numpy in turn draw by
     methods of built-in objects, which cannot be replaced as is done here.
     """
-    changes: Changes = []
-    for space in (vars(torch), vars(torch.random), vars(torch.cuda), vars(torch.cuda.random)):
-        for name in ("manual_seed", "set_rng_state"):
-            if name in space:
-                changes.append((space, name, _refusing(space[name])))
-    with put_in_place(changes):
-        yield
+    spaces = (vars(torch), vars(torch.random), vars(torch.cuda), vars(torch.cuda.random))
+    found = [(space, name) for space in spaces for name in ("manual_seed", "set_rng_state")]
+    return [(space, name, _refusing(space[name])) for space, name in found if name in space]
 
 
 def unwatched() -> Changes:

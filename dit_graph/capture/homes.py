@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from dit_graph.capture.effects import whole_of
 from dit_graph.capture.kinds import Kind, Known, storage_of
-from dit_graph.capture.writes import whole_of
 from dit_graph.devices.base import Device, Segment
 from dit_graph.errors import CaptureError
 from dit_graph.tape.tape import External, InputView
@@ -29,20 +29,21 @@ def is_fresh(
 
 
 def place(
-    outs: list[torch.Tensor], hosts: list[bool], known: Known, device: Device,
+    outs: list[Any], fresh: list[bool], hosts: list[bool], known: Known, device: Device,
     segment: Callable[[], Segment],
-) -> list[torch.Tensor]:  # fmt: skip
-    """Give new results the place where later steps read them.
+) -> list[Any]:  # fmt: skip
+    """Give results of a break with the fresh ones where later steps read them.
 
     That is memory of the next segment, or the tensor itself if it lies on the host. Results that
     share a storage go on sharing one.
     """
-    shared = Counter(map(storage_of, outs))
+    shared = Counter(storage_of(out) for out, new in zip(outs, fresh) if new)
     bases: dict[int, torch.Tensor] = {}
     homes = []
-    for out, host in zip(outs, hosts):
+    for out, new, host in zip(outs, fresh, hosts):
         if host:
             known.mark(out, Kind.LIVE, host=True)
+        if host or not new:
             homes.append(out)
             continue
         whole = out if shared[storage_of(out)] == 1 else whole_of(out)

@@ -47,8 +47,8 @@ class Known:
 
     def kind(self, t: torch.Tensor) -> Kind | None:
         """Give its kind, or None for a tensor from outside (attribute, closure, memo table)."""
-        known = self._kinds.get(storage_of(t))
-        return known[0] if known else None
+        entry = self._kinds.get(storage_of(t))
+        return entry[0] if entry else None
 
     def mark(self, t: torch.Tensor, kind: Kind, host: bool = False) -> None:
         storage = t.untyped_storage()
@@ -69,11 +69,12 @@ class Known:
             return True
         return not t.dim() and self.kind(t) is None and self._device.scalar_is_host(t)
 
-    def hold(self, t: torch.Tensor) -> torch.Tensor:
-        """Give what a later step may read: a weak alias of graph memory, else the tensor itself."""
-        return self._device.weak(t) if self.kind(t) is Kind.POOL else t
+    def hold(self, value: Any) -> Any:
+        """Give what a later step may read: a weak alias of graph memory, else the value itself."""
+        in_pool = isinstance(value, torch.Tensor) and self.kind(value) is Kind.POOL
+        return self._device.weak(value) if in_pool else value
 
-    def hold_operand(self, t: torch.Tensor) -> torch.Tensor:
+    def hold_operand(self, t: torch.Tensor) -> Any:
         """Give what a replayed launch may read in place of an operand.
 
         A launch freezes what it reads from the host, so the recorder keeps a copy of that.
@@ -82,11 +83,11 @@ class Known:
 
     def survivors(self, out: Any) -> int:
         """Count the storages born in a segment that something outside the call still holds."""
-        known = {storage_of(t) for t in tensors_of(out)}
+        returned = {storage_of(t) for t in tensors_of(out)}
         alive = [
             reference
             for kind, reference in self._kinds.values()
-            if kind is Kind.POOL and reference.cdata not in known and not reference.expired()
+            if kind is Kind.POOL and reference.cdata not in returned and not reference.expired()
         ]
         if alive:
             gc.collect()  # What only a cycle of garbage holds does not survive.

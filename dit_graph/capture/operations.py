@@ -18,7 +18,6 @@ from dit_graph.capture.calls import CallWatch
 from dit_graph.capture.frames import source_line
 from dit_graph.capture.steps import Steps
 from dit_graph.capture.verdicts import Verdict, where
-from dit_graph.devices.base import UPLOADS_SCALARS
 from dit_graph.errors import CaptureError, Collective
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -88,7 +87,7 @@ def _act(steps: Steps, verdict: Verdict, func: Any, args: Any, kwargs: Any) -> A
         return steps.eager(func, args, kwargs, reason=verdict.reason, host=host)
     for t in verdict.frozen:
         steps.freeze_scalar(t)
-    if verdict.frozen and func in UPLOADS_SCALARS:
+    if verdict.frozen and func in steps.device.uploads_scalars:
         upload = functools.partial(_upload, steps)
         args, kwargs = pytree.tree_map_only(torch.Tensor, upload, (args, kwargs))
     return steps.in_segment(func, args, kwargs)

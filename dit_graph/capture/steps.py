@@ -4,7 +4,7 @@ The watchers (`operations.py`, `calls.py`) say which of these something is and a
 What brackets them, from the first step to the result, is `capture.py`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,20 +30,23 @@ class Steps:
     modes: CallersModes
 
     def __init__(
-        self, device: Device, memory: Memory, static: Sequence[torch.Tensor],
-        module: Sequence[torch.Tensor], breakable: bool, names: Mapping[int, str],
+        self, device: Device, memory: Memory, static: list[torch.Tensor], module: torch.nn.Module,
+        breakable: bool,
     ) -> None:  # fmt: skip
         self.device = device
+        self.static = static
         self.breakable = breakable
         self.in_break = False  # While it is True nothing is recorded.
         self.tape = Tape()
-        self.known = Known(device, static, module)
-        self.effects = Effects(device, static, module, self.known, self.tape)
-        self.refused: tuple[Any, str] | None = None  # No segment takes this operation of this line.
+        own = [*module.parameters(), *module.buffers()]
+        self.known = Known(device, static, own)
+        self.effects = Effects(device, static, own, self.known, self.tape)
+        # No segment takes this operation, met at this line.
+        self.no_segment_takes: tuple[Any, str] | None = None
         self.stays_out: Collection[Any] = ()  # No segment took these in an earlier capture.
         self.arrays: list[tuple[Any, Any]] = []  # Python got these by `numpy()`; each with a copy.
         self._memory = memory
-        self._names = names
+        self._names = {id(child): path for path, child in module.named_modules()}
         self._observing = False
         self._segment: Segment | None = None
 
@@ -72,7 +75,7 @@ class Steps:
                 out = segment.call(func, args, kwargs)
             except Exception as error:
                 if is_about_capturing(error):
-                    self.refused = func, source_line()
+                    self.no_segment_takes = func, source_line()
                 raise
             for t in tensors_of(out):
                 if self.known.kind(t) is None and storage_of(t) not in self.tape.held:
@@ -112,9 +115,9 @@ class Steps:
     def draws(self, leaves: list[Any]) -> None:
         """Note a random operation; only the default generators are moved by a replay."""
         self.effects.draws = True
-        known = self.device.generators()
+        defaults = self.device.generators()
         for leaf in leaves:
-            if isinstance(leaf, torch.Generator) and not any(leaf is g for g in known):
+            if isinstance(leaf, torch.Generator) and not any(leaf is g for g in defaults):
                 raise CaptureError(f"a generator of the caller's is drawn from at {source_line()}")
 
     def make_constant(self, func: Any, args: Any, kwargs: Any, on: Any) -> Any:
@@ -153,39 +156,32 @@ class Steps:
             self._require_breaks(reason)
             self.close()
         with self.alone():
-            return self._eager(
-                fn, args, kwargs, reason, to_host or host, marked, marked or observed
-            )
-
-    def _eager(
-        self, fn: Any, args: Any, kwargs: Any, reason: str, to_host: bool, marked: bool,
-        observed: bool,
-    ) -> Any:  # fmt: skip
-        self.effects.note(fn, args, kwargs)
-        operands = tensors_of((args, kwargs))
-        self.refuse_hidden(operands)
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_size)
-        held = [self.known.hold(x) if isinstance(x, torch.Tensor) else plain(x) for x in leaves]
-        self._observing = observed
-        try:
-            result = fn(*args, **kwargs)
-        finally:
-            self._observing = False
-        outs, results = pytree.tree_flatten(result, is_size)
-        guarded = not marked and _is_guard(fn, outs)
-        if guarded:  # A restart repeats what came before this step.
-            self.effects.guarded(reason)
-        step = Break(fn, held, spec, [], results, reason, source_line(), marked)
-        step.module = module_path(self._names)
-        step.guarded = guarded
-        self.tape.steps.append(step)
-        is_new = [is_fresh(out, operands, self.known, reason, marked) for out in outs]
-        fresh = [i for i, new in enumerate(is_new) if new]
-        step.in_place = {i for i, new in enumerate(is_new) if not new}
-        for i, home in zip(fresh, self._place([outs[i] for i in fresh], to_host)):
-            outs[i] = home
-        step.homes = [self.known.hold(x) if isinstance(x, torch.Tensor) else x for x in outs]
-        return pytree.tree_unflatten(outs, results)
+            self.effects.note(fn, args, kwargs)
+            operands = tensors_of((args, kwargs))
+            self.refuse_hidden(operands)
+            leaves, spec = pytree.tree_flatten((args, kwargs), is_size)
+            held = [self.known.hold(plain(leaf)) for leaf in leaves]
+            self._observing = marked or observed
+            try:
+                result = fn(*args, **kwargs)
+            finally:
+                self._observing = False
+            outs, results = pytree.tree_flatten(result, is_size)
+            guarded = not marked and _is_guard(fn, outs)
+            if guarded:  # A restart repeats what came before this step.
+                self.effects.guarded(reason)
+            fresh = [is_fresh(out, operands, self.known, reason, marked) for out in outs]
+            hosts = [
+                new and (to_host or host or self.known.is_host(o)) for o, new in zip(outs, fresh)
+            ]
+            outs = place(outs, fresh, hosts, self.known, self.device, self._open)
+            step = Break(
+                fn, held, spec, list(map(self.known.hold, outs)), results, reason, source_line(),
+                module_path(self._names), marked, guarded,
+                in_place={i for i, new in enumerate(fresh) if not new},
+            )  # fmt: skip
+            self.tape.steps.append(step)
+            return pytree.tree_unflatten(outs, results)
 
     def stand_in(self, value: Any) -> Any:
         """Replace the value that the last break compares with."""
@@ -215,10 +211,6 @@ class Steps:
         if any(self.known.kind(t) is Kind.BREAK for t in tensors):
             why = "a tensor made in a marked break, no result of it"
             raise CaptureError(f"{why}, at {source_line()}")
-
-    def _place(self, outs: list[torch.Tensor], to_host: bool) -> list[torch.Tensor]:
-        hosts = [to_host or self.known.is_host(out) for out in outs]
-        return place(outs, hosts, self.known, self.device, self._open)
 
     def _require_breaks(self, reason: str) -> None:
         if not self.breakable:

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from dit_graph.capture.effects import writes
 from dit_graph.capture.kinds import Known
-from dit_graph.capture.writes import writes
-from dit_graph.devices.base import UPLOADS_SCALARS, Device
+from dit_graph.devices.base import Device
 from dit_graph.tape.trees import tensors_of
 
 _aten = torch.ops.aten
@@ -55,14 +55,15 @@ def where(
     target = kwargs.get("device")
     to_host = target is not None and target.type == device.host_type
     to_device = target is not None and target.type == device.type
+    # A write has its place among the steps, so it is none even if it writes into a constant.
+    constant = not random and not writes(func) and all(map(known.is_constant, operands))
     if to_host if not operands else len(on_host) == len(operands) and not to_device:
-        if not random and _follows_from_constants(known, func, operands):
-            return Verdict("constant")
-        return Verdict("host", f"{func} on the host", random)
-    reason = _breaks_because(known, func, args, on_host, to_host, to_device, stays_out)
+        return Verdict("constant") if constant else Verdict("host", f"{func} on the host", random)
+    crosses = to_host or bool(on_host and (to_device or func in _COPIES))
+    reason = _breaks_because(known, device, func, args, on_host, crosses, stays_out)
     if reason is None:
         return Verdict("segment", "", random, tuple(on_host))
-    if operands and not random and _follows_from_constants(known, func, operands):
+    if operands and constant:
         return Verdict("constant", on=target or device.on)
     return Verdict("break", reason, random)
 
@@ -72,14 +73,9 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-def _follows_from_constants(known: Known, func: Any, operands: list[torch.Tensor]) -> bool:
-    """Tell whether it makes something new of constants alone. A write has its place instead."""
-    return not writes(func) and all(map(known.is_constant, operands))
-
-
 def _breaks_because(
-    known: Known, func: Any, args: Any, on_host: list[torch.Tensor], to_host: bool,
-    to_device: bool, stays_out: Collection[Any],
+    known: Known, device: Device, func: Any, args: Any, on_host: list[torch.Tensor], crosses: bool,
+    stays_out: Collection[Any],
 ) -> str | None:  # fmt: skip
     name, tags = str(func).removesuffix(".default"), getattr(func, "tags", ())
     if func in stays_out:
@@ -89,9 +85,9 @@ def _breaks_because(
             return f"{name} with a boolean mask"
     elif any(tag in _DEPENDS_ON_DATA for tag in tags):
         return f"{name} depends on data"
-    if to_host or (on_host and (to_device or func in _COPIES)):
+    if crosses:
         return f"{name} between host and device"
-    reads_scalars = torch.Tag.pointwise in tags or func in _READ_SCALARS | UPLOADS_SCALARS
+    reads_scalars = torch.Tag.pointwise in tags or func in _READ_SCALARS | device.uploads_scalars
     for t in on_host:
         stays = known.is_outside(t) or known.is_constant(t)  # A guard watches what is outside.
         if t.dim() or not reads_scalars or not stays:

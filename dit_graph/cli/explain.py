@@ -27,7 +27,6 @@ from dit_graph.cli.parser import (
     whole,
 )
 from dit_graph.explain import Explanation, host_syncs
-from dit_graph.explain.plot import empty_figure
 
 _STEPS = 4
 _FEWEST = 3  # The first is cold, the second is recorded, the third is the first replay.
@@ -101,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> ExplainOptions:
     if given.syncs and given.device != "cuda":
         raise UsageError(f"--syncs needs a CUDA device, and --device is {given.device}")
     if given.plot is not None:
-        _check_plot(given.plot)
+        files.check_png("--plot", given.plot)
     options = ExplainOptions.of(
         given,
         prompts=() if given.prompt is None else (plain(given.prompt, "--prompt") or "",),
@@ -111,17 +110,6 @@ def parse(argv: Sequence[str] | None) -> ExplainOptions:
     )
     model.check(options)
     return options
-
-
-def _check_plot(path: Path) -> None:
-    """Check that a picture can be made at all, and go there."""
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise UsageError(f"--plot {path}: is no .png file; give a name that ends in .png")
-    files.check_writable("--plot", path, path.parent)
-    try:
-        empty_figure()
-    except dit_graph.ConfigError as error:
-        raise UsageError(f"--plot: {one_line(error)}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,15 +141,14 @@ def _run(options: ExplainOptions) -> None:
 
 def _call(cls: type, options: ExplainOptions) -> dict[str, Any]:
     """Make the arguments of a call beside its size; nothing is decoded, as nobody will see it."""
+    more = {
+        "output_type": "latent",
+        "prompt": options.prompts[0] if options.prompts else "a fox",
+        "generator": torch.Generator().manual_seed(options.seed),
+    }
     taken = model.taken_by(cls)
-    call = model.arguments(cls, options)
-    if "output_type" in taken:
-        call["output_type"] = "latent"
-    if "prompt" in taken:
-        call["prompt"] = options.prompts[0] if options.prompts else "a fox"
-    if "generator" in taken:
-        call["generator"] = torch.Generator().manual_seed(options.seed)
-    return call
+    given = {name: value for name, value in more.items() if name in taken}
+    return model.arguments(cls, options) | given
 
 
 def _show(explanation: Explanation, options: ExplainOptions) -> None:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from dit_graph.cli.errors import UsageError, writing
+from dit_graph.cli.errors import UsageError, one_line, writing
+from dit_graph.errors import ConfigError
+from dit_graph.explain.plot import empty_figure
 
 if TYPE_CHECKING:
     from dit_graph.cli.generate import GenerateOptions
@@ -44,9 +46,23 @@ def check_writable(option: str, path: Path, folder: Path) -> None:
         raise UsageError(f"{option} {path}: nothing can be written in {folder}")
 
 
+def check_png(option: str, path: Path) -> None:
+    """Raise UsageError unless a chart can be drawn at all, and go to the `path` of an option."""
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder; give the name of a file")
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"{option} {path}: is no .png file; give a name that ends in .png")
+    check_writable(option, path, path.parent)
+    try:
+        empty_figure()
+    except ConfigError as error:
+        raise UsageError(f"{option}: {one_line(error)}") from error
+
+
 def free_numbers(folder: Path, count: int) -> list[int]:
     """Find the first `count` numbers that no picture in `folder` has."""
-    found = (re.match(r"(\d{4,})-.*\.png$", name) for name in _names(folder))
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = (re.match(r"(\d{4,})-.*\.png$", name) for name in names)
     used = {int(match[1]) for match in found if match}
     return list(itertools.islice((n for n in itertools.count(1) if n not in used), count))
 
@@ -60,14 +76,9 @@ def named(folder: Path, number: int, prompt: str, size: tuple[int, int], seed: i
 
 def _sheet_path(folder: Path) -> Path:
     """Give `contact-sheet.png` in `folder` a number where that is there already."""
-    used = set(_names(folder))
     more = map("contact-sheet-{}.png".format, itertools.count(2))
-    names = itertools.chain(["contact-sheet.png"], more)
-    return folder / next(name for name in names if name not in used)
-
-
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
+    paths = (folder / name for name in itertools.chain(["contact-sheet.png"], more))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def save(picture: Image.Image, path: Path, settings: dict[str, str]) -> None:
@@ -96,25 +107,15 @@ def save_sheet(pictures: Sequence[Path], folder: Path) -> Path:
     Its text under `pictures` is JSON: each file's name and what it was made with.
     """
     path = _sheet_path(folder)
-    told_of = [{"file": saved.name, **_settings_of(saved)} for saved in pictures]
-    sheet = contact_sheet([_thumbnail(saved) for saved in pictures])
-    save(sheet, path, {"pictures": json.dumps(told_of)})
+    told_of, thumbnails = [], []
+    for saved in pictures:
+        with Image.open(saved) as picture:
+            told_of.append({"file": saved.name, **getattr(picture, "text", {})})
+            small = picture.convert("RGB")
+        small.thumbnail((THUMBNAIL, THUMBNAIL))
+        thumbnails.append(small)
+    save(contact_sheet(thumbnails), path, {"pictures": json.dumps(told_of)})
     return path
-
-
-def _thumbnail(path: Path) -> Image.Image:
-    """Make a small copy of a saved picture for the contact sheet."""
-    with Image.open(path) as picture:
-        small = picture.convert("RGB")
-    small.thumbnail((THUMBNAIL, THUMBNAIL))
-    return small
-
-
-def _settings_of(path: Path) -> dict[str, str]:
-    """Read what a saved picture was made with."""
-    with Image.open(path) as picture:
-        text: dict[str, str] = dict(getattr(picture, "text", {}))
-    return text
 
 
 def contact_sheet(pictures: Sequence[Image.Image]) -> Image.Image:

@@ -126,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> GenerateOptions:
 
 
 def _chosen_sizes(given: argparse.Namespace) -> tuple[Size, ...]:
-    sides = {name: getattr(given, name) for name in ("height", "width")}
+    sides = {"height": given.height, "width": given.width}
     sides = {name: value for name, value in sides.items() if value is not None}
     if sides and given.size:
         raise UsageError(f"--size and --{next(iter(sides))} contradict each other; give one")
@@ -148,7 +148,7 @@ def _run(argv: Sequence[str] | None, processes: Processes) -> None:
     calls = [Call(*pair, number * options.count) for number, pair in enumerate(pairs)]
     numbers = None
     if processes.count > 1:  # Two processes would find the same ones free.
-        numbers = processes.broadcast(files.free_numbers(options.output, options.total))
+        numbers = processes.gather(files.free_numbers(options.output, options.total))[0]
     share = Share()
     mine = processes.mine(calls)
     share.failed = processes.failure(lambda: _draw(mine, share, numbers, options, processes))

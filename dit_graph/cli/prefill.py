@@ -118,16 +118,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: PrefillOptions) -> None:
     most = lm.check(options)
-    prompts = tokens.read(options, lm.tokenizer(options), most)
+    tokenizer = lm.tokenizer(options)
+    inputs = tokens.read(options, tokenizer, most)
     model = lm.load(options)
     texts: list[str] = []
     padding = {"mode": "prefill", "buckets": options.buckets, "max_tokens": options.max_tokens}
     instead = "; --no-graph completes without graphs"
     with graphed(model, options, instead, **padding) as handle:
-        for number, text in enumerate(_answers(model, prompts, options), 1):
+        for number, text in enumerate(_answers(model, tokenizer, inputs, options), 1):
             texts.append(text)
             if options.report == "text":
-                index = f"{number}: " if len(prompts.inputs) > 1 else ""
+                index = f"{number}: " if len(inputs) > 1 else ""
                 print(index + _in_one_line(text), flush=True)
         if options.report == "json":
             stats = totals(()) if handle is None else handle.stats()
@@ -136,13 +137,15 @@ def _run(options: PrefillOptions) -> None:
             print(handle.report())
 
 
-def _answers(model: Any, prompts: tokens.Prompts, options: PrefillOptions) -> Iterator[str]:
+def _answers(
+    model: Any, tokenizer: Any, inputs: Sequence[tokens.Inputs], options: PrefillOptions
+) -> Iterator[str]:
     """Give the text that follows each prompt, by one call of the model's `generate` each."""
-    for prompt, inputs in zip(options.prompts, prompts.inputs, strict=True):
-        given = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    for prompt, encoded in zip(options.prompts, inputs, strict=True):
+        given = {name: tensor.to(model.device) for name, tensor in encoded.items()}
         with told(f"completing {prompt!r}"):
             (row,) = model.generate(**given)
-        yield prompts.text(row[inputs["input_ids"].shape[1] :])
+        yield tokens.text(tokenizer, row[encoded["input_ids"].shape[1] :])
 
 
 def _in_one_line(text: str) -> str:

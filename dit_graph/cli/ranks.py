@@ -27,8 +27,8 @@ _PATIENCE = timedelta(days=30)
 class Processes:
     """Place this process among all that were launched; without arguments it is the only one.
 
-    What takes all of them (`gather`, `broadcast`, `together`) must be called by every process, in
-    the same order. `device` is what `cuda` is to this process.
+    What takes all of them (`gather`, `together`) must be called by every process, in the same
+    order. `device` is what `cuda` is to this process.
     """
 
     rank: int = 0
@@ -62,15 +62,6 @@ class Processes:
 
         return list(gather_object([value]))
 
-    def broadcast(self, value: T) -> T:
-        """Give the main process's value to all."""
-        if self.count == 1:
-            return value
-        from accelerate.utils.operations import broadcast_object_list
-
-        found: T = broadcast_object_list([value])[0]
-        return found
-
     def leave(self) -> None:
         """Go when all go. Nothing can be asked of the others after this."""
         self.gather(None)
@@ -84,15 +75,14 @@ class Processes:
 
         So a process whose part fails still comes to where the others wait for it.
         """
-        if self.count == 1:
-            do()
-            return ""
         try:
             do()
-        except (UsageError, UnknownConcept) as error:
-            return one_line(error)
-        except Exception as error:  # The user made no mistake, so all that is known is said here.
-            traceback.print_exc()
+        except Exception as error:
+            if self.count == 1:
+                raise
+            if isinstance(error, (UsageError, UnknownConcept)):
+                return one_line(error)
+            traceback.print_exc()  # The user made no mistake, so all that is known is said here.
             return f"{type(error).__name__}: {one_line(error)}"
         return ""
 

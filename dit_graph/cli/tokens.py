@@ -1,6 +1,5 @@
 """Turns prompts into a causal LM's tokens and answers into text; it knows the tokenizer alone."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,25 +10,12 @@ if TYPE_CHECKING:
     from dit_graph.cli.prefill import PrefillOptions
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """A model is called with these, and the tokenizer reads its answers.
-
-    `inputs` has one dict a prompt: `input_ids` and `attention_mask`, both (1, tokens) int64.
-    """
-
-    tokenizer: Any
-    inputs: tuple[dict[str, torch.Tensor], ...]
-
-    def text(self, tokens: torch.Tensor) -> str:
-        """Read `tokens` (n,) as text, without the special ones."""
-        read = self.tokenizer.decode
-        answer: str = read(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return answer
+Inputs = dict[str, torch.Tensor]
+"""A model is called with this: `input_ids` and `attention_mask`, both (1, tokens) int64."""
 
 
-def read(options: "PrefillOptions", tokenizer: Any, most: int | None) -> Prompts:
-    """Make tokens of the prompts, for a model that takes `most` of them (None: any number).
+def read(options: "PrefillOptions", tokenizer: Any, most: int | None) -> list[Inputs]:
+    """Make tokens of each prompt, for a model that takes `most` of them (None: any number).
 
     Raises:
         UsageError: there is no chat template for --chat, or a prompt is too long or too short.
@@ -41,10 +27,18 @@ def read(options: "PrefillOptions", tokenizer: Any, most: int | None) -> Prompts
     inputs = [_encode(tokenizer, prompt, options.chat) for prompt in options.prompts]
     for number, given in enumerate(inputs, 1):
         _check_length(number, given["input_ids"].shape[1], options.max_new_tokens, most)
-    return Prompts(tokenizer, tuple(inputs))
+    return inputs
 
 
-def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
+def text(tokenizer: Any, answer: torch.Tensor) -> str:
+    """Read the tokens of an `answer` (n,) as text, without the special ones."""
+    read: str = tokenizer.decode(
+        answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return read
+
+
+def _encode(tokenizer: Any, prompt: str, chat: bool) -> Inputs:
     with told(f"reading {prompt!r}"):
         if chat:
             given = tokenizer.apply_chat_template(

@@ -7,14 +7,24 @@ import torch
 from dit_graph.devices.base import Device
 from dit_graph.errors import ConfigError
 
-_KNOWN = {"cuda": "dit_graph.devices.cuda:Cuda", "recorder": "dit_graph.devices.recorder:Recorder"}
+_DEVICES = {
+    "cuda": "dit_graph.devices.cuda:Cuda",
+    "recorder": "dit_graph.devices.recorder:Recorder",
+}
+_AUTO = "cuda"  # This is what "auto" stands for, where a module lies on one.
+
+
+def records_on(name: str, on: torch.device) -> bool:
+    """Whether anything is recorded on `on`: "auto" leaves modules eager that lie elsewhere."""
+    return name != "auto" or on.type == _AUTO
 
 
 def device_named(name: str, on: torch.device) -> Device:
-    """The device `name`, for a module whose parameters lie on `on`."""
-    if name not in _KNOWN:
-        raise ConfigError(f"unknown device {name!r}; known: {', '.join(_KNOWN)}")
-    module, cls = _KNOWN[name].split(":")
+    """The device `name`, or the one of "auto", for a module whose parameters lie on `on`."""
+    name = _AUTO if name == "auto" else name
+    if name not in _DEVICES:
+        raise ConfigError(f"unknown device {name!r}; known: {', '.join(_DEVICES)}")
+    module, cls = _DEVICES[name].split(":")
     device: Device = getattr(import_module(module), cls)(on)
     device.check()
     return device

@@ -3,19 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 _aten = torch.ops.aten
-UPLOADS_SCALARS = {
-    _aten.where.self, _aten.index_put.default, _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-}  # fmt: skip
-"""Operations that copy a 0-dim operand on the host to the device first, where others hand its
-value to their kernel: of torch's pointwise ones `where` alone (all were tried, on torch 2.11)."""
-NO_COPY = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"
-"""What torch says of it; the recorder refuses it in the same words."""
 
 
 def with_bits_of(t: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
@@ -128,8 +120,15 @@ class Device(ABC):
     name: str
     type: str
     on: torch.device
-    time_counts = True  # whether a replay's time says something about the device
-    host_type: str | None  # the device type whose tensors a graph cannot hold
+    time_counts = True  # Whether a replay's time says something about the device.
+    host_type: str | None  # A graph cannot hold tensors of this device type.
+    uploads_scalars: ClassVar[set[Any]] = {
+        _aten.where.self, _aten.index_put.default, _aten.index_put_.default,
+        _aten._index_put_impl_.default,
+    }  # fmt: skip
+    """Operations that copy a 0-dim operand on the host to the device first, where others hand its
+    value to their kernel: of torch's pointwise ones `where` alone (all were tried, on torch 2.11).
+    """
 
     @abstractmethod
     def memory(self) -> Memory: ...

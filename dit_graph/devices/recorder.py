@@ -18,20 +18,13 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from dit_graph.devices.base import (
-    NO_COPY,
-    UPLOADS_SCALARS,
-    Device,
-    Memory,
-    Segment,
-    Timer,
-    with_bits_of,
-)
+from dit_graph.devices.base import Device, Memory, Segment, Timer, with_bits_of
 from dit_graph.errors import Unsupported
 from dit_graph.tape.tape import below_autocast
 
 _ALIGN = 64  # bytes, as torch's CPU allocator
 _CHUNK = 64 << 20
+_NO_COPY = "Cannot copy between CPU and CUDA tensors during CUDA graph capture"  # as torch says it
 _UNWRITTEN = {
     "empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided",
 }  # fmt: skip
@@ -107,16 +100,16 @@ class RecorderSegment(Segment):
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.ops += 1
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = {t.untyped_storage()._cdata for t in inputs}
+        given = {t.untyped_storage()._cdata for t in inputs}
         held_args, held_kwargs = pytree.tree_map_only(torch.Tensor, self._hold, (args, kwargs))
-        if func in UPLOADS_SCALARS and any(map(self._is_frozen, inputs)):
-            raise RuntimeError(NO_COPY)
+        if func in Recorder.uploads_scalars and any(map(self._is_frozen, inputs)):
+            raise RuntimeError(_NO_COPY)
         moved: dict[int, torch.Tensor] = {}
         out = pytree.tree_map_only(
-            torch.Tensor, lambda t: self._move(t, known, moved), func(*args, **kwargs)
+            torch.Tensor, lambda t: self._move(t, given, moved), func(*args, **kwargs)
         )
         homes = [
-            weak(t) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known
+            weak(t) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given
             else None
             for t in pytree.tree_leaves(out)
         ]  # fmt: skip
@@ -131,10 +124,10 @@ class RecorderSegment(Segment):
         """Whether a launch takes the value of this operand from the host and keeps it."""
         return not t.dim() and self._hold(t).data_ptr() != t.data_ptr()
 
-    def _move(self, t: torch.Tensor, known: set[int], moved: dict[int, Any]) -> torch.Tensor:
+    def _move(self, t: torch.Tensor, given: set[int], moved: dict[int, Any]) -> torch.Tensor:
         """A result in new storage goes to the arena, storage by storage, so that aliases stay."""
         storage = t.untyped_storage()
-        if storage._cdata in known:
+        if storage._cdata in given:
             return t
         if storage._cdata not in moved:
             block = self._arena.allocate(storage.nbytes())
@@ -149,7 +142,7 @@ class RecorderSegment(Segment):
         return self._arena.allocate(size).untyped_storage()
 
     def before_launch(self, action: Callable[[], object]) -> None:
-        action()  # operations run while they are recorded, so "before" is now
+        action()  # Operations run while they are recorded, so "before" is now.
 
     def end(self) -> None:
         pass
@@ -170,15 +163,11 @@ class RecorderSegment(Segment):
 _INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
-def _indices(index: Any) -> Any:
-    return index if isinstance(index, tuple) else (index,)
-
-
 def _is_python_data(index: Any) -> bool:
     """What torch makes a tensor of on the host, and copies to the device."""
-    return isinstance(index, (list, tuple, range)) or (
-        isinstance(index, np.ndarray) and index.ndim > 0
-    )
+    if isinstance(index, np.ndarray):
+        return index.ndim > 0
+    return isinstance(index, (list, tuple, range))
 
 
 def _fills_what_is_empty() -> bool:
@@ -257,9 +246,11 @@ class Recorder(Device):
         return True
 
     def pass_on(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        data = _indices(args[1]) if func in _INDEXES else args if func is torch.Tensor.new else ()
+        data = args if func is torch.Tensor.new else ()
+        if func in _INDEXES:
+            data = args[1] if isinstance(args[1], tuple) else (args[1],)
         if any(map(_is_python_data, data)):
-            raise RuntimeError(NO_COPY)
+            raise RuntimeError(_NO_COPY)
         return func(*args, **kwargs)
 
     def copies_to_host(self, func: Callable[..., Any], args: Any) -> bool:

@@ -184,7 +184,8 @@ class EmojiPipeline(DiffusionPipeline):
             ValueError: another argument cannot work; the message says which and why.
         """
         check_size(height, width)
-        _check_callback(callback_on_step_end_tensor_inputs)
+        if unknown := set(callback_on_step_end_tensor_inputs) - set(self._callback_tensor_inputs):
+            raise ValueError(f"a callback can get latents, not {', '.join(sorted(unknown))}")
         if num_inference_steps < 1:
             raise ValueError(f"num_inference_steps must be at least 1, got {num_inference_steps}")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -288,8 +289,3 @@ def _negatives(negative_prompt: str | list[str] | None, count: int) -> list[str]
     if len(negative_prompt) != count:
         raise ValueError(f"got {len(negative_prompt)} negative prompts for {count} prompts")
     return list(negative_prompt)
-
-
-def _check_callback(names: Sequence[str]) -> None:
-    if unknown := set(names) - set(EmojiPipeline._callback_tensor_inputs):
-        raise ValueError(f"a callback can get latents, not {', '.join(sorted(unknown))}")

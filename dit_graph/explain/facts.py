@@ -1,5 +1,6 @@
 """Frozen facts, which an explanation holds because it outlives the recordings that it is of."""
 
+import json
 import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -162,7 +163,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Give what the text shows as plain values, which JSON gives back equal."""
-        plain: dict[str, Any] = _lists(asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self, dict_factory=_explained)))
         return plain
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -174,9 +175,5 @@ class Explanation:
         figure(self).savefig(path, format="png")
 
 
-def _lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _lists(part) for name, part in value.items() if name not in _OF_THE_REPORT}
-    if isinstance(value, (list, tuple)):
-        return [_lists(part) for part in value]
-    return value
+def _explained(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if name not in _OF_THE_REPORT}

@@ -7,21 +7,13 @@ for at any moment.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from dit_graph.explain.facts import (
-    Explanation,
-    ExternalRead,
-    GuardedValue,
-    HandedValue,
-    Module,
-    Signature,
-    Step,
-    Variant,
-)
+from dit_graph.explain import facts
 from dit_graph.explain.timing import time_steps
 from dit_graph.memory.pool import Pool
 from dit_graph.runner.entry import Entry
@@ -36,10 +28,10 @@ def explain(
     notes: Iterable[str],
     time: bool,
     syncs_removed: dict[str, int] | None = None,
-) -> Explanation:
+) -> facts.Explanation:
     """Tell what is recorded behind `installs`; `time` also runs the steps that can be run again."""
     modules = tuple(_module(install, time) for install in installs)
-    return Explanation(modules, tuple(notes), syncs_removed)
+    return facts.Explanation(modules, tuple(notes), syncs_removed)
 
 
 def _notes_of(install: Any) -> Iterator[str]:
@@ -55,38 +47,26 @@ def _notes_of(install: Any) -> Iterator[str]:
         yield from sorted(install.runner.unmatched)
 
 
-def _module(install: Any, time: bool) -> Module:
+def _module(install: Any, time: bool) -> facts.Module:
     runner = install.runner
-    if runner is None:
-        return _described(install, None, 0, install.tally.unreached, ())
-    pool = runner.pool
-    with pool.lock:  # No call may change the entries meanwhile.
-        signatures = tuple(_signature(entry, pool, time) for entry in runner.entries.values())
-        eager = install.tally.unreached + runner.refused
-        return _described(install, str(pool.device.on), pool.bytes, eager, signatures)
+    pool = None if runner is None else runner.pool
+    with nullcontext() if pool is None else pool.lock:  # No call may change the entries meanwhile.
+        eager = install.tally.unreached + (Counter() if runner is None else runner.refused)
+        entries = () if runner is None else runner.entries.values()
+        return facts.Module(
+            name=install.name,
+            class_name=type(install.module).__name__,
+            device=None if pool is None else str(pool.device.on),
+            backend=install.config.backend,
+            graph_bytes=0 if pool is None else pool.bytes,
+            notes=tuple(_notes_of(install)),
+            eager=dict(eager),
+            signatures=tuple(_signature(entry, runner.pool, time) for entry in entries),
+        )
 
 
-def _described(
-    install: Any,
-    device: str | None,
-    held: int,
-    eager: Counter[str],
-    signatures: tuple[Signature, ...],
-) -> Module:
-    return Module(
-        name=install.name,
-        class_name=type(install.module).__name__,
-        device=device,
-        backend=install.config.backend,
-        graph_bytes=held,
-        notes=tuple(_notes_of(install)),
-        eager=dict(eager),
-        signatures=signatures,
-    )
-
-
-def _signature(entry: Entry, pool: Pool, time: bool) -> Signature:
-    return Signature(
+def _signature(entry: Entry, pool: Pool, time: bool) -> facts.Signature:
+    return facts.Signature(
         label=entry.label,
         state=entry.state,
         cold=entry.counts.cold,
@@ -102,12 +82,12 @@ def _signature(entry: Entry, pool: Pool, time: bool) -> Signature:
     )
 
 
-def _variant(tape: Tape, pool: Pool, time: bool) -> Variant:
+def _variant(tape: Tape, pool: Pool, time: bool) -> facts.Variant:
     times, not_timed = time_steps(tape, pool) if time else ([], "")
     known: list[float | None] = [*times] or [None] * len(tape.steps)
-    return Variant(
+    return facts.Variant(
         steps=tuple(map(_step, tape.steps, known)),
-        guards=tuple(GuardedValue(g.what, _plain(g.expected.tolist())) for g in tape.guards),
+        guards=tuple(facts.GuardedValue(g.what, _plain(g.expected.tolist())) for g in tape.guards),
         external_reads=tuple(map(_external, tape.held.values())),
         written_inputs=tuple(tape.written_inputs),
         written_outside=len(tape.written_outside),
@@ -117,28 +97,29 @@ def _variant(tape: Tape, pool: Pool, time: bool) -> Variant:
     )
 
 
-def _step(step: Any, ms: float | None) -> Step:
+def _step(step: Any, ms: float | None) -> facts.Step:
     if isinstance(step, Break):
-        hands = tuple(_handed(step))
-        return Step("break", None, step.reason, step.where, step.module, step.marked, hands, ms)
+        why = step.reason, step.where, step.module, step.marked
+        return facts.Step("break", None, *why, tuple(_handed(step)), ms)
     if isinstance(step, Reset):
-        return Step("reset", ms=ms)
+        return facts.Step("reset", ms=ms)
     if isinstance(step, WholeCall):
-        return Step("whole call", ms=ms)
-    return Step("segment", getattr(step, "ops", None), ms=ms)
+        return facts.Step("whole call", ms=ms)
+    return facts.Step("segment", getattr(step, "ops", None), ms=ms)
 
 
-def _handed(step: Break) -> Iterator[HandedValue]:
+def _handed(step: Break) -> Iterator[facts.HandedValue]:
     """A result None is no value, and a tensor is one only by a shape that depends on data."""
     shaped = torch.Tag.dynamic_output_shape in getattr(step.fn, "tags", ())
     for home in step.homes:
         if isinstance(home, torch.Tensor):
             if shaped:
-                yield HandedValue(list(home.shape), "shape")
+                yield facts.HandedValue(list(home.shape), "shape")
         elif type(home) is DeviceNumber and not home.exact:  # Any other look pins it.
-            yield HandedValue(_plain(home.value), _outcomes(home))
+            yield facts.HandedValue(_plain(home.value), _outcomes(home))
         elif home is not None:
-            yield HandedValue(_plain(home.value if type(home) is DeviceNumber else home), "exact")
+            value = home.value if type(home) is DeviceNumber else home
+            yield facts.HandedValue(_plain(value), "exact")
 
 
 def _outcomes(number: DeviceNumber) -> str:
@@ -147,9 +128,9 @@ def _outcomes(number: DeviceNumber) -> str:
     return ", ".join(dict.fromkeys(said))
 
 
-def _external(t: torch.Tensor) -> ExternalRead:
+def _external(t: torch.Tensor) -> facts.ExternalRead:
     dtype = str(t.dtype).removeprefix("torch.")
-    return ExternalRead(tuple(t.shape), dtype, t.untyped_storage().nbytes())
+    return facts.ExternalRead(tuple(t.shape), dtype, t.untyped_storage().nbytes())
 
 
 def _plain(value: Any) -> Any:

@@ -7,21 +7,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dit_graph.explain.facts import (
-        Explanation,
-        ExternalRead,
-        HandedValue,
-        Module,
-        Signature,
-        Step,
-        Variant,
-    )
+    from dit_graph.explain import facts
 
 _MOST = 4
 """A line spells out so many values or tensors and counts the rest, so that it stays readable."""
 
 
-def lines(explanation: "Explanation", brief: bool = False) -> Iterator[str]:
+def lines(explanation: "facts.Explanation", brief: bool = False) -> Iterator[str]:
     """Tell all of it; `brief` tells of each recording its breaks alone, by source line."""
     yield from (f"! {note}" for note in explanation.notes)
     if explanation.syncs_removed is not None:
@@ -35,7 +27,7 @@ def lines(explanation: "Explanation", brief: bool = False) -> Iterator[str]:
         yield from _module(module, brief)
 
 
-def _module(module: "Module", brief: bool) -> Iterator[str]:
+def _module(module: "facts.Module", brief: bool) -> Iterator[str]:
     on = f"on {module.device}" if module.device else "not recorded"
     memory = f"graph memory {_size(module.graph_bytes)}"
     shown = module.backend if brief else f"{module.backend}, {memory}"
@@ -48,7 +40,7 @@ def _module(module: "Module", brief: bool) -> Iterator[str]:
         yield from _signature(signature, brief)
 
 
-def _signature(signature: "Signature", brief: bool) -> Iterator[str]:
+def _signature(signature: "facts.Signature", brief: bool) -> Iterator[str]:
     yield f"  signature {signature.label}: {signature.state}"
     variants = f" variants {len(signature.variants)}," if brief else ""
     took = f"{signature.capture_seconds:.2f} s"
@@ -67,7 +59,7 @@ def _signature(signature: "Signature", brief: bool) -> Iterator[str]:
         yield from (_report if brief else _variant)(number, variant)
 
 
-def _report(number: int, variant: "Variant") -> Iterator[str]:
+def _report(number: int, variant: "facts.Variant") -> Iterator[str]:
     breaks = [f"{step.reason} at {step.where}" for step in variant.steps if step.kind == "break"]
     yield (
         f"    variant {number}: segments {variant.count('segment')},"
@@ -78,7 +70,7 @@ def _report(number: int, variant: "Variant") -> Iterator[str]:
     yield from (f"      guard: {guard.what} is {guard.expected}" for guard in variant.guards)
 
 
-def _variant(number: int, variant: "Variant") -> Iterator[str]:
+def _variant(number: int, variant: "facts.Variant") -> Iterator[str]:
     time = "" if variant.ms is None else f", {variant.ms:.3f} ms"
     yield (
         f"    variant {number}: segments {variant.count('segment')},"
@@ -105,12 +97,12 @@ def _variant(number: int, variant: "Variant") -> Iterator[str]:
             yield f"      {_break(group)}"
 
 
-def _step(step: "Step") -> str:
+def _step(step: "facts.Step") -> str:
     what = "" if step.ops is None else f"  {step.ops} operations"
     return f"{step.kind}{what}{_ms([step])}"
 
 
-def _break(group: list["Step"]) -> str:
+def _break(group: list["facts.Step"]) -> str:
     """Tell breaks that follow each other and differ in nothing but their times as one."""
     step = group[0]
     times = f" x{len(group)}" if len(group) > 1 else ""
@@ -121,12 +113,12 @@ def _break(group: list["Step"]) -> str:
     return f"break{times}  {step.reason}{inside} at {step.where}{marked}{hands}{_ms(group)}"
 
 
-def _ms(group: list["Step"]) -> str:
+def _ms(group: list["facts.Step"]) -> str:
     times = [step.ms for step in group if step.ms is not None]
     return f"  {sum(times):.3f} ms" if times else ""
 
 
-def _values(hands: "tuple[HandedValue, ...]") -> str:
+def _values(hands: "tuple[facts.HandedValue, ...]") -> str:
     said = [
         f"shape {hand.value}" if hand.guard == "shape"
         else f"{hand.value!r}" if hand.guard == "exact"
@@ -136,7 +128,7 @@ def _values(hands: "tuple[HandedValue, ...]") -> str:
     return ", ".join(said) + _rest(len(hands))
 
 
-def _reads(reads: "tuple[ExternalRead, ...]") -> str:
+def _reads(reads: "tuple[facts.ExternalRead, ...]") -> str:
     said = [f"{read.dtype}{list(read.shape)}" for read in reads[:_MOST]]
     total = _size(sum(read.bytes for read in reads))
     return f"{len(reads)} tensors, {total}: {', '.join(said)}{_rest(len(reads))}"

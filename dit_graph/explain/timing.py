@@ -1,8 +1,6 @@
 """Runs the steps of a recording one by one and takes their times, where that changes nothing."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 
 import torch
@@ -26,8 +24,10 @@ def time_steps(tape: Tape, pool: Pool) -> tuple[list[float], str]:
         return [], why
     rounds = [[pool.device.timer() for _ in tape.steps] for _ in range(_ROUNDS)]
     generators = pool.device.generators()
+    put_back = torch.random.fork_rng([g.device for g in generators if g.device.type != "cpu"])
     # Inference mode may write into memory that was made in it, and into any other.
-    with pool.using(), torch.inference_mode(), _put_back(generators) as states:
+    with pool.using(), torch.inference_mode(), put_back:
+        states = [generator.get_state() for generator in generators]
         try:
             for step in tape.steps:
                 step()
@@ -50,16 +50,6 @@ def _waited_for(timer: Timer) -> float:
     while (ms := timer.ms()) is None:
         time.sleep(0.0005)
     return ms
-
-
-@contextmanager
-def _put_back(generators: list[torch.Generator]) -> Iterator[list[torch.Tensor]]:
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield states
-    finally:
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
 
 
 def effect_of(tape: Tape) -> str:

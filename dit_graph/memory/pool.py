@@ -93,16 +93,13 @@ class Pool:
         self.crowded = False
         if self._open is None or self._is_full(self._open):
             for old in self._least_used_first():
-                if self._recordings() + 1 > self._most:
+                if sum(generation.recordings for generation in self._generations) >= self._most:
                     self._evict(old)
             self._open = Generation(self.device)
             self._generations.append(self._open)
         self._open.recordings += 1
         self.touch(self._open)
         return self._open
-
-    def _recordings(self) -> int:
-        return sum(generation.recordings for generation in self._generations)
 
     def _is_full(self, generation: Generation) -> bool:
         past = self._budget is not None and generation.bytes > self._budget / 4

@@ -29,9 +29,17 @@ class Fallback:
 
     def __call__(self, entry: Entry | None, reason: str, args: Any, kwargs: Any) -> Any:
         self.say(self.refused if entry is None else entry.counts.eager, reason)
-        with breaks.live(self._target.signature.arguments(args, kwargs)):
+        with breaks.answering(self._target.signature.arguments(args, kwargs)):
             run = functools.partial(self._target.eager, *args, **kwargs)
             return self.answer(run, (args, kwargs))
+
+    def instead(self, entry: Entry, error: Exception, reason: str, args: Any, kwargs: Any) -> Any:
+        """Answer where a capture or a replay failed; `on_failure="raise"` lets the error out."""
+        self._target.pool.sweep()
+        if self._target.config.on_failure == "raise":
+            entry.counts.eager[reason] += 1
+            raise error
+        return self(entry, reason, args, kwargs)
 
     def say(self, counter: Counter[str], reason: str) -> None:
         """Count an eager call and log each reason once. Raises NotReplayed under `strict`."""

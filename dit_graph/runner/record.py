@@ -1,5 +1,6 @@
 """A signature's first two calls: warmed up, then recorded; and when a recording may be kept."""
 
+import functools
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from dit_graph.call.key import Call
 from dit_graph.capture.capture import Capture
 from dit_graph.devices.base import is_about_capturing, is_out_of_memory
 from dit_graph.errors import CaptureError, Collective, Conflict, NotReplayed
+from dit_graph.memory.pool import Generation
 from dit_graph.runner.entry import Entry
 from dit_graph.runner.failures import brief, clear_frames, raised_by_the_forward
 from dit_graph.runner.fallback import Fallback
@@ -104,12 +106,7 @@ class CaptureAction:
         self, entry: Entry, call: Call, args: Any, kwargs: Any, last_try: bool = False
     ) -> Any:
         if not getattr(self._thread, "warm", False):
-            # libraries keep handles per thread, and none can be made inside a capture
-            entry.threads += 1
-            if entry.threads > MAX_THREADS:
-                self._thread.warm = True  # by the eager call
-                return self._fallback(entry, NEW_THREADS, args, kwargs)
-            return self.cold(entry, call, args, kwargs)
+            return self._on_new_thread(entry, call, args, kwargs)
         entry.threads = 0
         started = time.perf_counter()
         try:
@@ -120,21 +117,11 @@ class CaptureAction:
         capture: Capture | None = None
         try:
             static = self._staged(entry, call)
-            capture = self._backend.new_capture(
-                self._target.pool.device, generation.memory, static.tensors, self._target.module,
-                self._target.config,
-            )  # fmt: skip
-            capture.stays_out = self._target.stays_out
-            out = self._run(capture, static, call)
-            result = capture.tape.result(call.tensors)
+            capture = self._new_capture(generation, static)
+            out, result = self._run(capture, static, call)
         except Exception as error:
             raised = capture is not None and raised_by_the_forward(error, capture.tape)
-            self._fallback.raise_if_failed(error, f"recording {entry.label}")
-            if capture is not None:
-                capture.effects.undo.roll_back()
-            before.restore()
-            clear_frames(error)  # their locals would look like survivors
-            self._let_go(generation, 0 if capture is None else capture.known.survivors(None))
+            self._put_back(entry, error, capture, generation, before)
             if raised:
                 entry.raised(error)
                 raise
@@ -146,22 +133,29 @@ class CaptureAction:
             self._target.pool.close(generation)
             raise
         entry.counts.captures += 1
+        entry.capture_seconds += time.perf_counter() - started
         tape = capture.tape
         static.copy_back(call.tensors, tape.written_inputs)
         try:
             self._say_unmatched(capture)
-            entry.capture_seconds += time.perf_counter() - started
-            survivors = capture.known.survivors(out)
-            self._keep(entry, generation, tape, before, survivors)
+            self._keep(entry, generation, tape, before, capture.known.survivors(out))
             self._target.pool.sweep()
             if tape not in entry.tapes or not entry.proof.compares(tape):
                 return result
-        except Exception as error:  # the answer is there all the same
+        except Exception as error:  # The answer is there all the same.
             entry.block(self._fallback.own_error(error))
             self._target.pool.retire(generation)
             return result
         given = self._target, self._fallback
         return compared(*given, "recording", entry, tape, result, seeds, (args, kwargs))
+
+    def _on_new_thread(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        """Warm up again: libraries keep handles a thread, and none can be made inside a capture."""
+        entry.threads += 1
+        if entry.threads > MAX_THREADS:
+            self._thread.warm = True  # The eager call warms it up as well.
+            return self._fallback(entry, NEW_THREADS, args, kwargs)
+        return self.cold(entry, call, args, kwargs)
 
     def _staged(self, entry: Entry, call: Call) -> StaticBuffers:
         """The call's arguments in the buffers of its entry, made for its first capture."""
@@ -174,27 +168,47 @@ class CaptureAction:
         static.copy_in(call.tensors)
         return static
 
-    def _run(self, capture: Capture, static: StaticBuffers, call: Call) -> Any:
-        """The forward on the staged arguments, written down on the capture's tape.
+    def _new_capture(self, generation: Generation, static: StaticBuffers) -> Capture:
+        target, breakable = self._target, self._backend.breakable
+        capture = Capture(
+            target.pool.device, generation.memory, static.tensors, target.module, breakable,
+            target.config.breaks,
+        )  # fmt: skip
+        capture.stays_out = target.stays_out
+        return capture
+
+    def _run(self, capture: Capture, static: StaticBuffers, call: Call) -> tuple[Any, Any]:
+        """Write the forward on the staged arguments down on the capture's tape.
+
+        Returns what the forward gave, and the caller's own result.
 
         Raises:
             CaptureError: it cannot be recorded, or the tape does not fit this call's arguments.
         """
-        target = self._target
-        with target.pool.device.stream():
-            live = call.with_tensors(static.tensors)
-            out = self._backend.record(
-                capture, target.module, target.original, *live, target.config
-            )
-            out = capture.finish(out)
+        with self._target.pool.device.stream():
+            args, kwargs = call.with_tensors(static.tensors)
+            forward = functools.partial(self._target.original, *args, **kwargs)
+            out = capture.finish(self._backend.record(capture, forward))
         static.check_unmoved()
         static.check_writable(capture.tape.written_inputs)
         if conflict := capture.tape.conflict(call.tensors):
             raise Conflict(conflict)
-        return out
+        return out, capture.tape.result(call.tensors)
+
+    def _put_back(
+        self, entry: Entry, error: Exception, capture: Capture | None, generation: Generation,
+        before: Fingerprint,
+    ) -> None:  # fmt: skip
+        """Leave everything as it was before a capture that failed."""
+        self._fallback.raise_if_failed(error, f"recording {entry.label}")
+        if capture is not None:
+            capture.effects.undo.roll_back()
+        before.restore()
+        clear_frames(error)  # What their locals hold would look as if it outlived the call.
+        self._let_go(generation, 0 if capture is None else capture.known.survivors(None))
 
     def _keep(
-        self, entry: Entry, generation: Any, tape: Tape, before: Fingerprint, survivors: int
+        self, entry: Entry, generation: Generation, tape: Tape, before: Fingerprint, survivors: int
     ) -> None:
         """File the recording, unless what it stands on is not fixed."""
         changes = before.changes()
@@ -220,7 +234,7 @@ class CaptureAction:
             return
         self._let_go(generation, survivors)
 
-    def _let_go(self, generation: Any, survivors: int) -> None:
+    def _let_go(self, generation: Generation, survivors: int) -> None:
         """Record no more into this memory, and free it where a tensor in it outlives the capture:
         replays of other recordings there would write over that tensor."""
         if survivors:
@@ -233,41 +247,37 @@ class CaptureAction:
     ) -> Any:
         """The eager answer, once a capture is undone. An operation that works there and that no
         segment takes is a break in the next capture."""
-        if log.isEnabledFor(logging.DEBUG):  # as text: a handler must not keep what the frames hold
+        if log.isEnabledFor(logging.DEBUG):  # As text: a handler must not keep the frames' locals.
             text = "".join(traceback.format_exception(error))
             log.debug("dit_graph: %s: capture failed\n%s", self._target.name, text)
         ours = isinstance(error, CaptureError)
         reason = str(error) if ours else f"capture failed: {brief(error)}"
-        refused, where = (capture and capture.refused) or (None, "")
-        if refused is not None:
-            reason += f" in {refused} at {where}"
-        learns = capture is not None and callable(refused) and capture.breakable
+        stays_out, line = (capture and capture.no_segment_takes) or (None, "")
+        if stays_out is not None:
+            reason += f" in {stays_out} at {line}"
+        learns = capture is not None and callable(stays_out) and capture.breakable
         self._target.has_collectives |= isinstance(error, Collective)
-        of_compiled = isinstance(refused, str)  # what it lacked is compiled in the eager answer
-        if of_compiled or isinstance(error, Conflict):  # these arguments; others may do
+        # The eager answer compiles what was missing, and other arguments may be without a conflict.
+        if isinstance(stays_out, str) or isinstance(error, Conflict):
             entry.unsettled(reason)
         elif learns and self._target.config.on_failure == "eager":
             self._target.pool.sweep()
-            self._target.stays_out.add(refused)
+            self._target.stays_out.add(stays_out)
             try:
                 return self._fallback(entry, f"{reason}; a break from now on", args, kwargs)
-            except NotReplayed:  # under strict; the next call records it
+            except NotReplayed:  # This is raised under `strict`; the next call records it.
                 raise
-            except Exception:  # the operation's own error
-                self._target.stays_out.discard(refused)
+            except Exception:  # The operation does not work in eager either.
+                self._target.stays_out.discard(stays_out)
                 raise
-        elif is_out_of_memory(error):  # what else needs it now may be gone later
+        elif is_out_of_memory(error):  # Whatever needs the memory now may be gone later.
             entry.retire()
             entry.pause(reason)
         elif ours or is_about_capturing(error):
             entry.block(reason)
-        else:  # the forward's own, such as two shapes that do not go together
+        else:  # It is the forward's own, such as two shapes that do not go together.
             entry.unsettled(reason)
-        self._target.pool.sweep()
-        if self._target.config.on_failure == "raise":
-            entry.counts.eager[reason] += 1
-            raise error
-        return self._fallback(entry, reason, args, kwargs)
+        return self._fallback.instead(entry, error, reason, args, kwargs)
 
     def _say_unmatched(self, capture: Capture) -> None:
         for pattern in set(self._target.config.breaks) - capture.matched - self._fallback.said:

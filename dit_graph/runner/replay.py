@@ -115,8 +115,4 @@ class ReplayAction:
                 entry.broken += 1
             if entry.broken >= MAX_ATTEMPTS:
                 entry.block(reason)
-            self._target.pool.sweep()
-        if self._target.config.on_failure == "raise":
-            entry.counts.eager[reason] += 1
-            raise error
-        return self._fallback(entry, reason, args, kwargs)
+        return self._fallback.instead(entry, error, reason, args, kwargs)

@@ -96,7 +96,7 @@ class Runner:
             except Exception as error:
                 decision = Decision("eager", self.own_error(error))
             if entry is not None and decision.action != "eager":
-                with self.pool.using(), breaks.live(call.arguments):
+                with self.pool.using(), breaks.answering(call.arguments):
                     return self._actions[decision.action](entry, call, args, kwargs)
         return self._fallback(entry, decision.reason, args, kwargs)
 
@@ -124,7 +124,7 @@ class Runner:
         return run()
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
-        with breaks.live(self.target.signature.arguments(args, kwargs)):
+        with breaks.answering(self.target.signature.arguments(args, kwargs)):
             return self.target.original(*args, **kwargs)
 
     def close(self) -> None:

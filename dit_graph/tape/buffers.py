@@ -6,7 +6,7 @@ import torch
 
 from dit_graph.errors import CaptureError
 
-ALIGNMENT = 16  # bytes
+ALIGNMENT = 16  # In bytes; `misaligned` says why.
 
 
 class StaticBuffers:
@@ -15,34 +15,30 @@ class StaticBuffers:
     Decides nothing. A broadcast dimension (stride 0) is stored once, as in the caller's tensor.
     """
 
-    def __init__(self, live: list[torch.Tensor]) -> None:
-        self._index = [_stored(t) for t in live]
-        self._stores = [
-            _memory_like(part)
-            for part in (t if index is None else t[index] for t, index in zip(live, self._index))
-        ]
+    def __init__(self, given: list[torch.Tensor]) -> None:
+        self._index = [_stored(t) for t in given]
+        parts = [t if index is None else t[index] for t, index in zip(given, self._index)]
+        self._stores = list(map(_memory_like, parts))
         self.tensors = [
             store if index is None else store.expand(t.shape)
-            for t, store, index in zip(live, self._stores, self._index)
+            for t, store, index in zip(given, self._stores, self._index)
         ]
-
         self._made = [_place(t) for t in self.tensors]
-
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, store in enumerate(self._stores):
             groups.setdefault((store.dtype, store.device), []).append(i)
         self._groups = [(g, [self._stores[i] for i in g]) for g in groups.values()]
 
-    def copy_in(self, live: list[torch.Tensor]) -> None:
+    def copy_in(self, given: list[torch.Tensor]) -> None:
         """Stage a call's tensors; asynchronous, on the current stream, one launch a dtype."""
-        parts = [t if index is None else t[index] for t, index in zip(live, self._index)]
+        parts = [t if index is None else t[index] for t, index in zip(given, self._index)]
         for group, stores in self._groups:
             torch._foreach_copy_(stores, [parts[i] for i in group], non_blocking=True)
 
-    def copy_back(self, live: list[torch.Tensor], written: list[int]) -> None:
+    def copy_back(self, given: list[torch.Tensor], written: list[int]) -> None:
         """Give the caller what the forward wrote into its arguments."""
         for i in written:
-            live[i].copy_(self._stores[i])
+            given[i].copy_(self._stores[i])
 
     def check_writable(self, written: list[int]) -> None:
         """Raises CaptureError where a write cannot be given back."""

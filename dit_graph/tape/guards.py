@@ -25,7 +25,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, (float, complex)):
-        return repr(a) == repr(b)  # nan is nan, -0.0 is not 0.0
+        return repr(a) == repr(b)  # By this nan equals itself, and -0.0 is not 0.0.
     if isinstance(a, np.ndarray):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, (list, tuple)):
@@ -49,7 +49,10 @@ class Guard:
 
 
 def host_generators(torch_generators: list[torch.Generator]) -> Any:
-    """Python's and numpy's generators, and torch's seeds: what no replay moves."""
+    """Python's and numpy's generators, and torch's seeds: what no replay moves.
+
+    Only compared, since a forward that moves them is eager. `Undo` puts back where torch's stand.
+    """
     numpy: Any = np.random.get_state(legacy=True)
     seeds = [generator.initial_seed() for generator in torch_generators]
     return random.getstate(), numpy[1].tobytes(), numpy[2:], seeds
@@ -73,7 +76,7 @@ class DeviceNumber:
         self.outcomes: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
         self.exact = False
 
-    __class__ = property(lambda self: float)  # isinstance(x, float) holds
+    __class__ = property(lambda self: float)  # With this `isinstance(x, float)` holds.
 
     def pin(self) -> float:
         """Any use but a comparison with a number: from now on the exact value is the guard."""
@@ -86,7 +89,7 @@ class DeviceNumber:
         return all(op(value, other) == outcome for op, other, outcome in self.outcomes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return float, (self.pin(),)  # a copy is a plain float
+        return float, (self.pin(),)  # This makes a copy a plain float.
 
     def __hash__(self) -> int:
         return hash(self.pin())

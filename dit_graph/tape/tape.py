@@ -12,10 +12,8 @@ from dit_graph.tape.buffers import shares_storage
 from dit_graph.tape.guards import DeviceNumber, Guard, matches
 from dit_graph.tape.trees import is_size
 
-Spec = tuple[Any, ...]
 
-
-def spec_of(t: torch.Tensor) -> Spec:
+def spec_of(t: torch.Tensor) -> tuple[Any, ...]:
     return (t.shape, t.stride(), t.dtype, t.device)
 
 
@@ -47,15 +45,15 @@ class Break:
     results: Any
     reason: str
     where: str
-    marked: bool = False
-    in_place: set[int] = field(default_factory=set)  # results that are no new tensors
-    guarded: bool = False  # it hands a value or a shape to Python, compared at replay
-    module: str | None = None  # path of the submodule that ran; "" is the module itself
+    module: str | None  # The path of the submodule that ran; "" is the module itself.
+    marked: bool
+    guarded: bool  # It hands a value or a shape to Python, which a replay compares.
+    in_place: set[int]  # These results are no new tensors.
 
     def __post_init__(self) -> None:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
         containers = not all(map(pytree.tree_is_leaf, (*args, *kwargs.values())))
-        # containers are made anew for every call, which may change them
+        # The call may change a list or a dict that it is given, so each replay makes its own.
         self._arguments = None if containers else (args, kwargs)
         self._run = below_autocast(self.fn)
 
@@ -76,13 +74,14 @@ class Break:
             self._changed("tensor", old, new)
         if leaf.data_ptr() == home.data_ptr():
             return
-        if in_place:  # a copy would overwrite an argument, or a weight
+        if in_place:  # To copy would overwrite an argument, or a weight.
             self._changed("memory", "its input's", "its own")
         home.copy_(leaf)
 
     def _changed(self, what: str, old: Any, new: Any) -> None:
         error = BreakResultChanged if self.marked else GuardMismatch
-        then = old.value if type(old) is DeviceNumber else old  # a stand-in's repr would pin it
+        # A stand-in would be pinned by its repr, and the next replay compare its exact value.
+        then = old.value if type(old) is DeviceNumber else old
         raise error(
             f"{self.reason} at {self.where}", f"{what} was {then!r} at capture, now {new!r}"
         )
@@ -124,14 +123,14 @@ class Tape:
     saved: list[torch.Tensor] = field(default_factory=list)
     held: dict[int, torch.Tensor] = field(default_factory=dict)
     written_inputs: list[int] = field(default_factory=list)
-    written_outside: set[int] = field(default_factory=set)  # addresses of whole storages
+    written_outside: set[int] = field(default_factory=set)  # These are addresses of storages.
     leaves: list[Any] = field(default_factory=list)
     spec: Any = None
     random_before_guard: bool = False
     unrestartable: str = ""
-    effects: str = ""  # why the forward must not run twice for one call, or nothing
-    draws: bool = False  # from a default generator
-    compared: bool = False  # with an eager call, bit for bit
+    effects: str = ""  # This is why the forward must not run twice for one call, if it must not.
+    draws: bool = False  # It draws from a default generator.
+    compared: bool = False  # A replay of it was compared with an eager call, bit for bit.
     generation: Any = None
 
     def run(self, undo: "Undo") -> None:
@@ -142,17 +141,17 @@ class Tape:
         for step in self.steps:
             step()
 
-    def result(self, live: list[torch.Tensor]) -> Any:
+    def result(self, given: list[torch.Tensor]) -> Any:
         """What the caller gets: clones, or views of its own arguments, as it was recorded."""
-        leaves = [leaf(live) if isinstance(leaf, InputView) else own(leaf) for leaf in self.leaves]
+        leaves = [leaf(given) if isinstance(leaf, InputView) else own(leaf) for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def conflict(self, live: list[torch.Tensor]) -> str:
+    def conflict(self, given: list[torch.Tensor]) -> str:
         """Why these arguments cannot be staged apart from each other and from what is written."""
-        if self.written_inputs and shares_storage(live):
+        if self.written_inputs and shares_storage(given):
             return "arguments that share storage are written in place"
         outside = self.written_outside
-        if outside and any(t.untyped_storage().data_ptr() in outside for t in live):
+        if outside and any(t.untyped_storage().data_ptr() in outside for t in given):
             return "an argument lies in memory that the forward writes"
         return ""
 
@@ -174,8 +173,8 @@ class InputView:
     stride: tuple[int, ...]
     offset: int
 
-    def __call__(self, live: list[torch.Tensor]) -> torch.Tensor:
-        base = live[self.index]
+    def __call__(self, given: list[torch.Tensor]) -> torch.Tensor:
+        base = given[self.index]
         if (self.size, self.stride, self.offset) == (base.shape, base.stride(), 0):
             return base
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
@@ -211,7 +210,7 @@ class Undo:
 
     def take(self, tensors: list[torch.Tensor], random: bool) -> None:
         self._kept = [(t, [t.clone()]) for t in tensors]
-        self._states = list(map(_position, self._generators)) if random else []
+        self._states = [g.get_state() for g in self._generators] if random else []
 
     def promise(
         self, tensor: torch.Tensor, later: Callable[[Callable[[], object]], object]
@@ -223,10 +222,9 @@ class Undo:
 
     def generators_moved(self) -> bool:
         """Whether a generator stands elsewhere than where it was taken."""
-        pairs = zip(map(_position, self._generators), self._states)
         return any(
-            now != then if isinstance(now, int) else not torch.equal(now, then)
-            for now, then in pairs
+            not torch.equal(generator.get_state(), state)
+            for generator, state in zip(self._generators, self._states)
         )
 
     def roll_back(self) -> None:
@@ -234,12 +232,4 @@ class Undo:
             if kept:
                 tensor.copy_(kept[0])
         for generator, state in zip(self._generators, self._states):
-            if isinstance(state, int):
-                generator.set_offset(state)
-            else:
-                generator.set_state(state)
-
-
-def _position(generator: torch.Generator) -> Any:
-    """Where a generator stands; nothing that is recorded seeds it anew."""
-    return generator.get_offset() if generator.device.type == "cuda" else generator.get_state()
+            generator.set_state(state)

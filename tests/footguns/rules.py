@@ -17,7 +17,7 @@ from dit_graph.capture import calls, capture, homes
 from dit_graph.capture.capture import Capture
 from dit_graph.capture.kinds import Kind, Known
 from dit_graph.devices.recorder import Arena, weak
-from dit_graph.enable import Install
+from dit_graph.install import Install
 from dit_graph.memory.pool import Pool
 from dit_graph.modes.denoise import TimestepsSlot
 from dit_graph.runner import entry
@@ -57,15 +57,15 @@ def recycled(t: Any) -> Any:
 
 
 def no_input_of_a_break_is_owned(patch: Patch) -> None:
-    real = Capture._eager
+    real = Capture.eager
 
-    def eager(self: Any, *args: Any) -> Any:
-        out = real(self, *args)
+    def eager(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = real(self, *args, **kwargs)
         step: Any = self.tape.steps[-1]
         self.tape.steps[-1] = replace(step, leaves=list(map(recycled, step.leaves)))
         return out
 
-    patch.setattr(Capture, "_eager", eager)
+    patch.setattr(Capture, "eager", eager)
 
 
 no_home_for_results_of_breaks = replaced(Break, "_store", lambda *args: None)
@@ -115,8 +115,9 @@ def live_host_values_frozen(patch: Patch) -> None:
     """A break keeps the host tensor that an earlier break made at capture."""
     real = Known.hold
 
-    def hold(self: Any, t: torch.Tensor) -> torch.Tensor:
-        return t.clone() if self.kind(t) is Kind.LIVE else real(self, t)
+    def hold(self: Any, value: Any) -> Any:
+        frozen = isinstance(value, torch.Tensor) and self.kind(value) is Kind.LIVE
+        return value.clone() if frozen else real(self, value)
 
     patch.setattr(Known, "hold", hold)
 
@@ -269,12 +270,12 @@ gradients_unseen = replaced(ModuleWatcher, "needs_grad", lambda self, tensors: F
 
 
 def breaks_see_the_first_call(patch: Patch) -> None:
-    real, first = breaks.live, {}
+    real, first = breaks.answering, {}
 
-    def live(arguments: Any) -> Any:
+    def answering(arguments: Any) -> Any:
         return real(first.setdefault(frozenset(arguments), arguments))
 
-    patch.setattr(breaks, "live", live)
+    patch.setattr(breaks, "answering", answering)
 
 
 def generators_not_taken_aside(patch: Patch) -> None:

@@ -42,7 +42,7 @@ def test_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["launches_per_step"] < eager["launches_per_step"] / 2
 
 
-def test_compiled_variants_are_measured_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compiled_contenders_are_measured_too(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["regional", "reduce-overhead", "regional+breakable"]
     found = rows(capsys, "--what", "step", "--compare", ",".join(asked))
     assert [row["mode"] for row in found] == ["eager", *asked]

@@ -66,7 +66,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["embedded", "--pipeline-kwargs", '{"prompt": "fox"}'], ["prompt: use --prompt"]),
         (["embedded", "--pipeline-kwargs", '{"output_type": "pt"}'], ["output_type", "not free"]),
         (["embedded", "--plot", "tape.pdf"], ["--plot tape.pdf", "ends in .png"]),
-        (["embedded", "--plot", "folder.png"], ["--plot folder.png", "is no .png file"]),
+        (["embedded", "--plot", "folder.png"], ["--plot folder.png", "is a folder"]),
         (["embedded", "--plot", "none/tape.png"], ["--plot none/tape.png", "written in none"]),
         (["embedded", "--plot", "a.png", "--device", "cpu"], ["--plot", "--device cpu makes none"]),
         (["embedded", "--time", "--backend", "eager"], ["--time", "--backend eager makes none"]),

@@ -339,8 +339,8 @@ def test_public_names() -> None:
 
 DOWNWARDS = (
     "generate", "prefill", "bench", "cli", "embedded", "enable", "handle", "warmup", "install",
-    "modes", "explain", "runner", "backends", "memory", "capture", "config", "state", "devices",
-    "call", "tape", "slot", "breaks", "errors",
+    "modes", "explain", "runner", "backends", "memory", "capture", "config", "state", "call",
+    "devices", "tape", "slot", "breaks", "errors",
 )  # fmt: skip
 """The folders and files of the package; each imports what stands after it."""
 

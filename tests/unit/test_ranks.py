@@ -17,8 +17,7 @@ def test_a_process_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = join()
     assert alone == Processes() and alone.is_main
     assert alone.mine("abc") == ["a", "b", "c"]
-    assert alone.gather(3) == [3] and alone.broadcast(3) == 3
-    assert alone.together(lambda: 5) == 5
+    assert alone.gather(3) == [3] and alone.together(lambda: 5) == 5
 
     def fails() -> None:
         raise KeyError("as it is")

@@ -45,12 +45,14 @@ def apart(
         pairs += [(f"values of layer {i}", a.values, b.values) for i, a, b in filled]
     for what, a, b in pairs:
         if mask is not None and a.shape == b.shape:
-            a, b = (t if t.dim() == 3 else t.transpose(1, 2) for t in (a, b))  # tokens come second
+            # Hidden states have their tokens second, keys and values behind the heads.
+            a, b = (t if t.dim() == 3 else t.transpose(1, 2) for t in (a, b))
             rows = _counting(mask, *a.shape[:2])
             a, b = a[rows], b[rows]
-            if not a.numel():  # a short cache may have none that counts
+            if not a.numel():  # A short cache may hold no token that counts.
                 continue
-        bound = 1e-3 if a.dtype in (torch.float32, torch.float64) else 0.1  # of the largest value
+        # The bound is a share of the largest value.
+        bound = 1e-3 if a.dtype in (torch.float32, torch.float64) else 0.1
         if a.shape != b.shape or not bool((a - b).abs().max() <= bound * b.abs().max() + 1e-12):
             return f"its {what} are not those of the plain forward"
     return ""

@@ -36,26 +36,26 @@ def bodies(target: Any) -> dict[str, torch.nn.Module]:
 def unsupported(body: Any) -> str:
     """Why padded tokens could be seen by others in this body, or an empty string."""
     config = body.config
-    if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
+    layers = set(getattr(config, "layer_types", None) or ())
+    if others := layers - _LAYERS:
         return f"it has {', '.join(sorted(others))} layers, whose state padded tokens would move"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
-    if len(set(getattr(config, "layer_types", None) or ())) > 1 and not takes_masks_by_layer(body):
+    if len(layers) > 1 and not takes_masks_by_layer(body):
         return "its layers differ, and its forward takes one mask for all"
     if any(getattr(module, "is_causal", True) is False for module in body.modules()):
         return "its attention is not causal"
     makers = inspect.unwrap(type(body).forward).__globals__
     if not any(name in makers for name in _MASK_MAKERS):
         return "it makes its attention mask in a way of its own"
-    maker = _windowed_maker(config)
+    maker = _windowed_maker(config, layers)
     if maker and not takes_masks_by_layer(body) and maker not in names_in(body):
         return f"its config names a window ({maker}) that its forward makes no mask for"
     return ""
 
 
-def _windowed_maker(config: Any) -> str:
+def _windowed_maker(config: Any, layers: set[str]) -> str:
     """The function of transformers that must make the mask where every layer has a window."""
-    layers = set(getattr(config, "layer_types", None) or ())
     windows = {
         "sliding_attention": ("sliding_window", "create_sliding_window_causal_mask"),
         "chunked_attention": ("attention_chunk_size", "create_chunked_causal_mask"),

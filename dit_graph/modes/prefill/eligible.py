@@ -12,7 +12,7 @@ from dit_graph.modes.prefill.bodies import names_in
 
 ALL_LAYERS = "output_hidden_states"
 DECODE = "a decode step: one token"
-_KNOWN = {
+_UNDERSTOOD = {
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values",
     "use_cache", ALL_LAYERS,
 }  # fmt: skip
@@ -40,15 +40,15 @@ class Eligible:
     ) -> tuple[int, str]:
         """The bucket of a call, or why it stays eager."""
         if not isinstance(tokens, torch.Tensor) or {"input_ids", "inputs_embeds"} <= given.keys():
-            return 0, "neither input_ids nor inputs_embeds, or both"  # the model's own error
+            # The model raises its own error for it.
+            return 0, "neither input_ids nor inputs_embeds, or both"
         if self._body.training:
             return 0, "the model is in training mode"
         for name, value in given.items():
-            if name not in _KNOWN and value is not _PLAIN.get(name):
+            if name not in _UNDERSTOOD and value is not _PLAIN.get(name):
                 return 0, f"argument {name} is given"
-            if (
-                name in (ALL_LAYERS, "use_cache") and type(value) is not bool
-            ):  # some name layers by it
+            # Some models take a list of layers in place of a bool.
+            if name in (ALL_LAYERS, "use_cache") and type(value) is not bool:
                 return 0, f"argument {name} is a {type(value).__name__}"
         config = self._body.config
         for name in ("output_attentions", "output_router_logits", ALL_LAYERS):

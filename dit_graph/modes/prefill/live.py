@@ -53,7 +53,7 @@ _local = _Local()
 
 
 @contextmanager
-def live(call: LiveCall | None) -> Iterator[None]:
+def answering(call: LiveCall | None) -> Iterator[None]:
     """Make `call` what breaks see on this thread; None where nothing is padded."""
     before, _local.call = _local.call, call
     try:
@@ -107,7 +107,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query` (batch, heads, tokens, head) and so on, padded."""
     call = _local.call
-    if call is None:  # another thread, while a recording has the config
+    if call is None:  # Another thread calls, while a recording has changed the config it shares.
         real = attention_named(name_of(module.config), module)
         plain: tuple[torch.Tensor, None] = real(module, query, key, value, attention_mask, **kwargs)
         return plain
@@ -115,10 +115,12 @@ def attention(
         if call.cache is not None:
             call.kept[module.layer_idx] = key, value
         real = attention_named(call.attention, module)
-        mask = None if attention_mask.shape[2] == 1 else attention_mask  # else a stand-in for None
+        # A mask of one row is the stand-in for None.
+        mask = None if attention_mask.shape[2] == 1 else attention_mask
         return real(module, query, key, value, mask, **kwargs)[0], None
     batch, heads, length, _ = query.shape
-    out = query.new_empty(batch, length, heads, value.shape[3])  # the segment's own memory
+    # It is made here, outside of the break, so that it lies in the segment's own memory.
+    out = query.new_empty(batch, length, heads, value.shape[3])
     _live_attention(module, query, key, value, attention_mask, out, **kwargs)
     return out, None
 
@@ -135,11 +137,11 @@ def _live_attention(
 ) -> None:
     """Writes attention on live tokens into `out` (batch, padded tokens, heads, head), zero after
     them: one copy, where a result would be padded first and copied to its place then."""
-    call = _local.call
-    assert call is not None
+    call = current()
     if call.tokens < call.length:
         query, key, value = (t[:, :, : call.tokens] for t in (query, key, value))
-        if isinstance(kwargs.get("position_ids"), torch.Tensor):  # some tell packed prompts by them
+        # Some attention functions tell packed prompts apart by the positions.
+        if isinstance(kwargs.get("position_ids"), torch.Tensor):
             kwargs["position_ids"] = kwargs["position_ids"][..., : call.tokens]
     if call.cache is not None:
         layer = module.layer_idx
@@ -207,7 +209,8 @@ def _mask(*args: Any, config: Any, **kwargs: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[name_of(config)](*args, config=config, **kwargs)
 
 
-_standing_in: dict[int, list[Any]] = {}  # by a config's id: what ours stands in for, how often
+# By the id of a config: the attention that ours stands in for, and in how many recordings now.
+_standing_in: dict[int, list[Any]] = {}
 _lock = threading.Lock()
 
 
@@ -221,7 +224,7 @@ def name_of(config: Any) -> str:
 @contextmanager
 def standing_in(config: Any) -> Iterator[None]:
     """Have a model go through `attention`; calls of other threads find what they would."""
-    with _lock:  # models may share a config
+    with _lock:  # Models may share a config, and be recorded in two threads.
         found = _standing_in.setdefault(id(config), [config._attn_implementation, 0])
         found[1] += 1
         config._attn_implementation = NAME

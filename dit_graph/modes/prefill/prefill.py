@@ -9,7 +9,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import masking_utils
 from transformers.cache_utils import DynamicCache
 
 from dit_graph.call.buckets import Buckets
-from dit_graph.capture.compiled import put_in_place
+from dit_graph.capture.compiled import Changes, put_in_place
 from dit_graph.devices.base import is_out_of_memory
 from dit_graph.errors import CaptureError, DeviceFailed, NewShape, NotReplayed
 from dit_graph.modes.prefill import live
@@ -54,11 +54,7 @@ class Prefill:
     """
 
     def __init__(
-        self,
-        body: Any,
-        original: Callable[..., Any],
-        buckets: Buckets,
-        backend: str,
+        self, body: Any, original: Callable[..., Any], buckets: Buckets, backend: str
     ) -> None:
         self._body = body
         self._original = original
@@ -66,11 +62,11 @@ class Prefill:
         self._eligible = Eligible(body, buckets, self._in_graph)
         self._signature = inspect.signature(types.MethodType(type(body).forward, body))
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
-        self._out: type | None = None
-        self._proven: set[Any] = set()  # kinds of calls that came near the plain forward
-        self._wrong = ""  # why this body is not padded after all
+        self._out: Any = None  # The type of the body's output, once it is known.
+        self._proven: set[Any] = set()  # Calls of these kinds came near the plain forward.
+        self._wrong = ""  # This is why the body is not padded after all.
         self._masks_by_layer = takes_masks_by_layer(body)
-        self.runner: Any = None  # of `padded_forward`
+        self.runner: Any = None  # It records and replays `padded_forward`.
 
     # ---- the call as the caller makes it
 
@@ -79,7 +75,7 @@ class Prefill:
         reason = self.runner.passes_by()
         try:
             answer = reason or self._plan(args, kwargs, plain)
-        except Exception as error:  # an argument of a kind that nobody has thought of
+        except Exception as error:  # An argument is of a kind that nobody has thought of.
             answer = self.runner.own_error(error)
         if callable(answer):
             return answer()
@@ -92,13 +88,12 @@ class Prefill:
         given = {name: value for name, value in given.items() if value is not None}
         tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
         cache = given.get(self._cache_name, given.get("past_key_values"))
-        # at most once, and where it is needed: a static cache has it on the device
+        # To ask a static cache for its length waits for the device, so it is asked once, if at all.
         past = functools.cache(functools.partial(tokens_in, cache))
         length, reason = self._eligible.length(given, tokens, cache, past)
         if reason := reason or self._wrong:
             return reason
-        uses_cache = self._eligible.uses_cache(given)
-        if uses_cache and cache is None:
+        if self._eligible.uses_cache(given) and cache is None:
             cache = DynamicCache(config=self._body.config)
         positions = given.get("position_ids")
         if positions is None:
@@ -119,21 +114,7 @@ class Prefill:
             scratch = copy.deepcopy(cache)
             prove = functools.partial(self._prove, kind, plain, padded_call, given, scratch, mask)
             return prove
-        return functools.partial(self._answer, padded_call, plain, cache, uses_cache)
-
-    def _answer(
-        self,
-        padded_call: Callable[..., Any],
-        plain: Callable[[], Any],
-        cache: Any,
-        uses_cache: bool,
-    ) -> Any:
-        out = padded_call(cache, plain)
-        if type(out) is not dict:  # what the body itself returned
-            return out
-        assert self._out is not None
-        kept = {self._cache_name: cache} if uses_cache else {}
-        return self._out(**out, **kept)
+        return functools.partial(padded_call, cache, plain)
 
     def _padded(
         self,
@@ -145,8 +126,10 @@ class Prefill:
         cache: Any,
         plain: Callable[[], Any] | None = None,
     ) -> Any:
-        """The hidden states of the live tokens, from a padded call; `cache` is written. Where none
-        is recorded `plain` may answer instead, with what the body returns."""
+        """The body's output for the live tokens, from a padded call; `cache` is written.
+
+        Where nothing is recorded `plain` may answer instead.
+        """
         attention, live_masks = live.name_of(self._body.config), list(masks.values())
         call = LiveCall(tokens.shape[1], length, cache, attention, live_masks)
         call.in_graph, call.plain = self._in_graph, plain
@@ -155,7 +138,7 @@ class Prefill:
             stand_ins = [padded_mask(m, call.tokens, length, tokens) for m in live_masks]
         name = "input_ids" if "input_ids" in given else "inputs_embeds"
         every_layer = {ALL_LAYERS: True} if given.get(ALL_LAYERS) else {}
-        with live.live(call):
+        with live.answering(call):
             out = self.runner(
                 **{name: padded(tokens, 1, length)},
                 position_ids=padded(positions, positions.dim() - 1, length),
@@ -168,10 +151,8 @@ class Prefill:
             return call.answer
         for layer, states in out.pop("states").items():
             cache.update(*(t[:, :, : call.tokens] for t in states), layer)
-        found: dict[str, Any] = pytree.tree_map_only(
-            torch.Tensor, lambda t: t[:, : call.tokens].contiguous(), out
-        )
-        return found
+        found = pytree.tree_map_only(torch.Tensor, lambda t: t[:, : call.tokens].contiguous(), out)
+        return self._out(**found, **({} if cache is None else {self._cache_name: cache}))
 
     def _sees_all(self, tokens: int, past: Callable[[], int]) -> tuple[bool, ...]:
         """Whether all tokens up to now lie in the windows that the config names. A body that makes
@@ -192,7 +173,7 @@ class Prefill:
         self,
         kind: Any,
         plain: Callable[[], Any],
-        padded_call: Callable[[Any], dict[str, Any]],
+        padded_call: Callable[[Any], Any],
         given: dict[str, Any],
         scratch: Any,
         mask: torch.Tensor | None,
@@ -203,13 +184,13 @@ class Prefill:
         its = given.get(self._cache_name, given.get("past_key_values"))
         out = plain()
         try:
-            found = padded_call(scratch)["last_hidden_state"]
+            found = padded_call(scratch).last_hidden_state
             written = cache_of(out) if its is None else its
             wrong = apart(found, out.last_hidden_state, mask, scratch, written)
         except (DeviceFailed, NewShape, NotReplayed):
             raise
         except Exception as error:
-            if is_out_of_memory(error):  # says nothing of the body; the next call tries again
+            if is_out_of_memory(error):  # That says nothing of the body; the next call tries again.
                 return out
             wrong = f"it cannot be padded: {error!r}"
         if wrong:
@@ -274,23 +255,17 @@ class Prefill:
         call = live.current()
         if call.plain is None or call.kept:
             return self.padded_forward(**padded)
-        with live.live(None):  # its attention sees the caller's tensors
+        with live.answering(None):  # Its attention sees the caller's tensors, which are not padded.
             call.answer = call.plain()
         return {"states": {}}
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """For one padded forward: attention is ours, and expert routing sees live tokens."""
-        blocks = [] if self._in_graph else list(self._routing())
-        changes: list[tuple[MutableMapping[str, Any], str, Any]] = [
+        changes: Changes = [
             (block.__dict__, "forward", live.on_live_tokens(block.forward, name))
-            for name, block in blocks
+            for name, block in self._body.named_modules()
+            if isinstance(getattr(block, "experts", None), torch.nn.Module) and not self._in_graph
         ]
         with put_in_place(changes), live.standing_in(self._body.config):
             yield
-
-    def _routing(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The blocks that send tokens to experts."""
-        for name, block in self._body.named_modules():
-            if isinstance(getattr(block, "experts", None), torch.nn.Module):
-                yield name, block

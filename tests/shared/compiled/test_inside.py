@@ -89,7 +89,7 @@ def test_a_refusal_that_the_forward_catches_is_not_the_compiled_blocks(machine: 
     def after(graph: Any, example: Any) -> Any:
         def compiled(*args: Any) -> Any:
             capture: Any = dit_graph.breaks.local.capture
-            if capture is not None and capture.refused:  # what CUDA says from then on
+            if capture is not None and capture.no_segment_takes:  # what CUDA says from then on
                 raise RuntimeError("operation failed due to a previous error during capture")
             return graph.forward(*args)
 

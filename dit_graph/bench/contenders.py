@@ -1,14 +1,11 @@
-"""Makes the ways to run a model that are compared, each on a front of its own over shared weights.
-
-A variant is such a way in this folder; elsewhere it is one of the recordings of a signature.
-"""
+"""Makes the contenders: the ways to run a model that are compared, over weights that all share."""
 
 import copy
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -22,12 +19,12 @@ GRAPHS: dict[str, dict[str, Any]] = {
     **{name + REMOVED: {"backend": backend, "remove_syncs": True}
        for name, backend in _BACKENDS.items()},
 }  # fmt: skip
-"""`enable` gets these options for dit_graph's variants; `regional` ones record compiled blocks."""
+"""`enable` gets these options for dit_graph's own; `regional` ones record compiled blocks."""
 COMPILED = (
     "reduce-overhead", "regional", "max-autotune", "regional+breakable",
     f"regional+breakable{REMOVED}",
 )  # fmt: skip
-VARIANTS = tuple(dict.fromkeys((EAGER, *GRAPHS, *COMPILED)))
+CONTENDERS = tuple(dict.fromkeys((EAGER, *GRAPHS, *COMPILED)))
 
 
 def eager_first(names: Sequence[str]) -> list[str]:
@@ -36,29 +33,54 @@ def eager_first(names: Sequence[str]) -> list[str]:
 
 
 @dataclass
-class Front:
-    """One variant runs a model through this.
+class Contender:
+    """This is one way to run a model, with what that way needs of its own.
 
     `target` is the pipeline or causal LM to call. `handle` is dit_graph's, None for the others.
     `seconds` is what enabling or compiling took. `turn` counts its calls: two in a row draw
     different things, so that a recording which kept an input would be seen.
     """
 
-    variant: str
+    name: str
     target: Any
     handle: Any = None
     seconds: float = 0.0
     turn: int = 0
 
+    @classmethod
+    def of(cls, name: str, model: Any, enable: dict[str, Any]) -> Self:
+        """Make the named one of `model`; `enable` has the options that dit_graph's own share.
+
+        A pipeline gets a transformer and a scheduler of its own, a causal LM itself again.
+        """
+        if isinstance(model, torch.nn.Module):
+            target: Any = twin(model)
+            transformer: Any = target
+            mode: dict[str, Any] = {"mode": "prefill"}
+        else:
+            target = copy.copy(model)
+            transformer, mode = twin(denoiser(model)), {}
+            setattr(target, _denoiser_name(model), transformer)
+            target.scheduler = copy.deepcopy(model.scheduler)
+        made, began = cls(name, target), time.perf_counter()
+        if name.startswith("regional"):
+            compile_blocks(transformer)
+        elif name in COMPILED:
+            transformer.compile(mode=name)
+        if name in GRAPHS:
+            made.handle = dit_graph.enable(target, **GRAPHS[name], **mode, **enable)
+        made.seconds = time.perf_counter() - began
+        return made
+
     def release(self) -> None:
         if self.handle is not None:
             self.handle.disable()
-        if self.variant in COMPILED:
+        if self.name in COMPILED:
             torch.compiler.reset()
 
     def before_call(self) -> None:
         self.turn += 1
-        if self.variant == "reduce-overhead":
+        if self.name == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
 
 
@@ -75,31 +97,6 @@ def denoiser(pipe: Any) -> Any:
 
 def _denoiser_name(pipe: Any) -> str:
     return "unet" if getattr(pipe, "transformer", None) is None else "transformer"
-
-
-def front(variant: str, model: Any, enable: dict[str, Any]) -> Front:
-    """Make a front of `model`; `enable` has the options that dit_graph's variants share.
-
-    A pipeline gets a transformer and a scheduler of its own, a causal LM itself again.
-    """
-    if isinstance(model, torch.nn.Module):
-        target: Any = twin(model)
-        transformer: Any = target
-        mode: dict[str, Any] = {"mode": "prefill"}
-    else:
-        target = copy.copy(model)
-        transformer, mode = twin(denoiser(model)), {}
-        setattr(target, _denoiser_name(model), transformer)
-        target.scheduler = copy.deepcopy(model.scheduler)
-    made, began = Front(variant, target), time.perf_counter()
-    if variant.startswith("regional"):
-        compile_blocks(transformer)
-    elif variant in COMPILED:
-        transformer.compile(mode=variant)
-    if variant in GRAPHS:
-        made.handle = dit_graph.enable(target, **GRAPHS[variant], **mode, **enable)
-    made.seconds = time.perf_counter() - began
-    return made
 
 
 def compile_blocks(module: Any) -> None:
@@ -121,18 +118,18 @@ def compile_blocks(module: Any) -> None:
         block.compile(fullgraph=True)
 
 
-def impossible(variant: str, device: str, what: str) -> str:
-    """Say why a variant cannot be measured on cuda, cpu or recorder; empty where it can."""
-    if variant in GRAPHS and device == "cpu":
-        return f"{variant}: nothing is recorded on a CPU, but by --device recorder"
-    if variant in COMPILED and device != "cuda":
-        return f"{variant} needs a CUDA device"
-    if variant.startswith("regional") and what == "prefill":
-        return f"{variant} compiles the blocks of a diffusers model"
-    if variant.endswith(REMOVED) and what != "picture":
-        return f"{variant} is about a picture's denoising loop"
+def impossible(name: str, device: str, what: str) -> str:
+    """Say why a contender cannot be measured on cuda, cpu or recorder; empty where it can."""
+    if name in GRAPHS and device == "cpu":
+        return f"{name}: nothing is recorded on a CPU, but by --device recorder"
+    if name in COMPILED and device != "cuda":
+        return f"{name} needs a CUDA device"
+    if name.startswith("regional") and what == "prefill":
+        return f"{name} compiles the blocks of a diffusers model"
+    if name.endswith(REMOVED) and what != "picture":
+        return f"{name} is about a picture's denoising loop"
     return ""
 
 
-Call = Callable[[Front], Any]
+Call = Callable[[Contender], Any]
 """This is timed: one picture, one step or one prefill. Its tensors are compared."""
