@@ -1,10 +1,11 @@
-"""Host time of a replayed step and of a picture's first step, for three real-size DiTs.
+"""Host time of a replayed step, and an isolated one against a bare graph, for three real-size DiTs.
 
 What the numbers mean. Median microseconds on the host from the call to its return, the device idle
-before each: how long the pipeline's Python is held up. `step` is a step inside a picture, `first`
-the first step of one, in which the module's whole state is compared. `empty step` and `empty first`
-leave the graph launch out: what is left is dit_graph's own work. `launch` is a bare graph with its
-copies.
+before each: how long the pipeline's Python is held up. `step` is a replayed call, `empty step` the
+same without the graph launch: dit_graph's own work. `launch` is a bare graph with its copies.
+`compare` is one comparison of the module's whole state. `isolated` and `isolated bare` are from the
+call to the end of the device's work, in turns: what a step takes that waits for the one before, and
+what the smallest thing takes that could work.
 
     python benchmarks/host.py --output benchmarks/results/host.json
 
@@ -50,10 +51,9 @@ def plain_options() -> dict[str, Any]:
     return {k: v for k, v in {"verify": "off", "gate": "always"}.items() if k in known}
 
 
-def median_us(call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
+def median_us(call: Callable[[], Any]) -> float:
     taken = []
     for _ in range(100):
-        before()
         torch.cuda.synchronize()
         began = time.perf_counter()
         call()
@@ -61,22 +61,36 @@ def median_us(call: Callable[[], Any], before: Callable[[], Any] = lambda: None)
     return round(statistics.median(taken) * 1e6, 1)
 
 
-def launch(module: torch.nn.Module, call: Call) -> float | None:
+def bare_graph(module: torch.nn.Module, call: Call) -> Bare | None:
     """None where one graph cannot hold the forward: Qwen-Image copies from the host in it."""
     try:
-        bare = Bare(module, call)
+        return Bare(module, call)
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return median_us(lambda: bare(**call))
+
+
+def isolated_us(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """In turns, each from an idle device to an idle device."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(100):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            taken[name].append(time.perf_counter() - began)
+    return {name: round(statistics.median(times) * 1e6, 1) for name, times in taken.items()}
 
 
 def measure(name: str) -> dict[str, Any]:
     cls, config, inputs = CASES[name]
     module, call = build(cls, **config), inputs()
-    row: dict[str, Any] = {"model": name, "launch": launch(module, call)}
+    bare = bare_graph(module, call)
+    row: dict[str, Any] = {"model": name}
+    if bare is not None:
+        row["launch"] = median_us(lambda: bare(**call))
     handle = dit_graph.enable(module, device="cuda", **plain_options())
-    handle.new_picture()
     for _ in range(4):
         module(**call)
     (install,) = handle.installs.values()
@@ -86,8 +100,12 @@ def measure(name: str) -> dict[str, Any]:
         if label:
             entry.tapes[0].steps = []
         row[f"{label}step"] = median_us(lambda: module(**call))
-        row[f"{label}first"] = median_us(lambda: module(**call), handle.new_picture)
         entry.tapes[0].steps = steps
+    calls: dict[str, Callable[[], Any]] = {"isolated": lambda: module(**call)}
+    if bare is not None:
+        calls["isolated bare"] = lambda: bare(**call)
+    row |= isolated_us(calls)
+    row["compare"] = median_us(install.runner.target.state.compare)
     row["equal"] = torch.equal(module(**call)[0], install._original(**call)[0])
     row["stats"] = handle.stats()
     handle.disable()

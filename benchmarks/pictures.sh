@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # README's table: whole pictures of eight named real-size shapes, two sizes each. Eager and
-# breakable graphs, with the defaults and with `remove_syncs`, take turns in a process a model.
+# breakable graphs, without and with `remove_syncs`, take turns in a process a model.
 #
 #     [NAME=pictures] [COMPARE=...] [IMAGES=N] [PATIENCE=300] benchmarks/pictures.sh FOLDER [MODEL...]
 #

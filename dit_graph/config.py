@@ -59,8 +59,10 @@ class GraphConfig:
             global; `arguments` are the call's by parameter name. Called at every call.
         breaks: `fnmatch` patterns of what stays eager: submodule paths, for example `("*.attn",)`,
             or torch functions by name, for example `("scaled_dot_product_attention",)`.
-        remove_syncs: True, or some of `("timesteps", "step")`: what makes a loop wait for
-            the device is taken out, from outside, until `disable`. `"timesteps"`: the scheduler's
+        remove_syncs: what makes a loop wait for the device is taken out, from outside, until
+            `disable`. `"auto"`: in diffusers' own pipelines with a scheduler whose pictures were
+            shown to stay the same (31 are), and the report names what it is off for. True: in every
+            pipeline, or only some of `("timesteps", "step")`. `"timesteps"`: the scheduler's
             timesteps lie on the device from `set_timesteps` on, so that none is uploaded in a step.
             `"step"`: its `step` and `scale_model_input` get their timestep on the host. Pictures
             stay the same; a step callback gets its timestep on the device.
@@ -87,7 +89,7 @@ class GraphConfig:
     min_gain: float = 0.01
     memory_budget: int | str | None = "10%"
     extra_key: Callable[[Any, dict[str, Any]], Any] | None = None
-    remove_syncs: bool | tuple[Sync, ...] = False
+    remove_syncs: bool | Literal["auto"] | tuple[Sync, ...] = "auto"
     max_variants: int = 8
     max_graphs: int = 64
 
@@ -123,10 +125,14 @@ class GraphConfig:
     def _set_syncs(self) -> None:
         """`remove_syncs` as names: of all that are known for True, of none for False."""
         given: Any = self.remove_syncs
+        if given == "auto" and self.mode == "denoise":
+            return
+        if given == "auto":
+            given = False
         if type(given) is bool:
             given = get_args(Sync) if given else ()
         if not isinstance(given, (tuple, list)) or not all(s in get_args(Sync) for s in given):
-            names = ", ".join(map(repr, get_args(Sync)))
+            names = ", ".join(map(repr, ("auto", *get_args(Sync))))
             raise ConfigError(f"remove_syncs must be True, False or of {names}; got {given!r}")
         if given and self.mode == "prefill":
             raise ConfigError("remove_syncs belongs to a pipeline's denoising loop")
@@ -148,7 +154,7 @@ class GraphConfig:
     def syncs(self) -> tuple[Sync, ...]:
         """The host syncs to remove, by name."""
         assert not isinstance(self.remove_syncs, bool)
-        return self.remove_syncs
+        return get_args(Sync) if self.remove_syncs == "auto" else self.remove_syncs
 
     def budget_on(self, total: int) -> int | None:
         """`memory_budget` in bytes on a device of `total` bytes; None for no limit."""

@@ -77,5 +77,9 @@ class Unkeyable(CaptureError):
     """A call had an argument that cannot be compared with another call's."""
 
 
+class StateChanged(DitGraphError):
+    """The module is in another state than the recording that was replayed; nothing was moved."""
+
+
 class GuardMismatch(_AtReplay):
     """A value that recording handed to Python is another one in this call."""

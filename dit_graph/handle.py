@@ -48,7 +48,8 @@ class Handle:
         # of the pipeline, by name; an install may lie inside of one
         self.components: dict[str, weakref.ref[Any]] = {}
         self.tallies: dict[str, Tally] = {}
-        self.pictures = Pictures(target, self._check, config.syncs)
+        shown_alone = config.remove_syncs == "auto"
+        self.pictures = Pictures(target, self._check, config.syncs, shown_alone)
 
     def pool_on(self, device: torch.device) -> Pool:
         """The pool that all runners of this handle share, made for `device` when first asked."""
@@ -61,16 +62,12 @@ class Handle:
         return pool
 
     def new_picture(self) -> None:
-        """Say that a picture begins: the module's state is compared in full at the next calls.
-
-        A pipeline says so itself through its scheduler. A bare module is compared at every call
-        until this is called for the first time.
+        """Does nothing: the module's state is compared at every call. Kept for who calls it.
 
         Raises:
             NotEnabled: after `disable`, or when the target is gone.
         """
         self._alive()
-        self.pictures.begin(said=True)
 
     def warmup(
         self,
@@ -107,7 +104,11 @@ class Handle:
             self.pictures.listen()  # the pipeline's own scheduler is back
 
     def stats(self) -> dict[str, Any]:
-        """`calls`, `cold`, `captures` and `replays` as ints, `eager` as reason → count."""
+        """`calls`, `cold`, `captures`, `replays` and `dropped` as ints, `eager` as reason → count.
+
+        A dropped replay was launched while the module was in another state, and its call was
+        answered anew: it is counted there too.
+        """
         return copy.deepcopy(self._last[0]) if self._last else totals(self.tallies.values())
 
     def report(self) -> str:
@@ -205,7 +206,12 @@ class Handle:
         return notes
 
     def _syncs_removed(self) -> dict[str, int] | None:
-        return self.pictures.syncs_removed if self.config.syncs else None
+        removed = self.pictures.syncs_removed
+        return (
+            removed
+            if removed or (self.config.syncs and self.config.remove_syncs != "auto")
+            else None
+        )
 
     def _replaced(self) -> list[str]:
         target = self._target()

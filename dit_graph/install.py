@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,12 +14,11 @@ from dit_graph.config import GraphConfig
 from dit_graph.devices import current_place, records_on
 from dit_graph.errors import DitGraphError, NotReplayed, Unsupported
 from dit_graph.memory.pool import Pool
-from dit_graph.modes.denoise import Pictures, caller
+from dit_graph.modes.denoise import Pictures
 from dit_graph.runner.runner import Runner
 from dit_graph.runner.tally import Tally
 from dit_graph.runner.target import Target
 from dit_graph.slot import Slot
-from dit_graph.state.watcher import ModuleWatcher
 
 log = logging.getLogger("dit_graph")
 
@@ -72,6 +70,8 @@ class Install:
             with breaks.answering(self._signature.arguments(args, kwargs)):
                 return self._slot.original(*args, **kwargs)
         assert self.runner is not None
+        for handle in self.handles:
+            handle.pictures.listen()  # the pipeline may have got another scheduler
         return self._answer(*args, **kwargs)
 
     def _unresolved(self) -> str:
@@ -100,11 +100,9 @@ class Install:
 
     def _make(self, pool: Pool) -> Callable[..., Any]:
         """The runner, and what stands in front of it in this mode."""
-        state = ModuleWatcher(self.module, pool.device.on, self._pictures)
         target = Target(
-            self.name, self.module, self._original, self._signature, self.config, pool, state,
-            self.tally,
-        )  # fmt: skip
+            self.name, self.module, self._original, self._signature, self.config, pool, self.tally
+        )
         if self.config.mode == "prefill":
             return self._padding(target)
         self.runner = Runner(target)
@@ -127,23 +125,6 @@ class Install:
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         return self._slot.original(*args, **kwargs)
-
-    def _pictures(self) -> int | None:
-        """The last picture that any pipeline began; None to compare at every call.
-
-        That is where nobody says that a picture begins (a module, a loop of the user's own, another
-        pipeline that shares the module), and where something may act between two steps. A text
-        encoder runs before its picture begins.
-        """
-        if self.name.startswith("text_encoder"):
-            return None
-        if self.module._forward_pre_hooks or self.module._forward_hooks:  # they run, and may act
-            return None
-        pipe, acts = caller(sys._getframe(1))
-        alive = [handle.pictures for handle in self.handles if handle.pictures.target_is_alive]
-        if acts or not any(pictures.hears(pipe) for pictures in alive):
-            return None
-        return max(pictures.number for pictures in alive if pictures.number is not None)
 
     def check(self) -> str:
         """Go back in where another library's hook took the slot away. Returns what was found."""

@@ -45,6 +45,12 @@ class Slot:
         before: Callable[..., Any] | None = self._before
         return plain_method(self._owner, self._name) if before is None else before
 
+    @property
+    def before(self) -> Callable[..., Any] | None:
+        """What a hook or the user had put there before; None for the class's method."""
+        before: Callable[..., Any] | None = self._before
+        return before
+
     def install(self) -> None:
         self.active = True
         own = self._owner.__dict__

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 
 import dit_graph
+from dit_graph.runner.entry import Entries
+from dit_graph.runner.tally import Tally
+from dit_graph.state.watcher import StateWatcher
 from tests.pair import Machine, Pair, torchs
 
 
@@ -29,6 +32,24 @@ class Module(Toy):
     def __init__(self, body: Any, **attributes: Any) -> None:
         super().__init__(body, **attributes)
         self.register_buffer("count", torch.zeros(()))
+
+
+class Unseen:
+    """What a test keeps aside of a forward: of the standard library by its name, so that dit_graph
+    does not look into it."""
+
+    __module__ = "logging"
+
+    def __init__(self) -> None:
+        self.list: list[Any] = []
+        self.dict: dict[Any, Any] = {}
+
+
+def watched(module: nn.Module) -> StateWatcher:
+    """What compares a module with the state that it is in now."""
+    watcher = StateWatcher(module, torch.device("cpu"), lambda: Entries(Tally()))
+    watcher.compare()
+    return watcher
 
 
 def plain(m: Any, x: Any) -> Any:

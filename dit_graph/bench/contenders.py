@@ -15,7 +15,7 @@ EAGER = "eager"
 _BACKENDS = {"full": "full", "breakable": "breakable", "regional+breakable": "breakable"}
 REMOVED = "+remove-syncs"
 GRAPHS: dict[str, dict[str, Any]] = {
-    **{name: {"backend": backend} for name, backend in _BACKENDS.items()},
+    **{name: {"backend": backend, "remove_syncs": False} for name, backend in _BACKENDS.items()},
     **{name + REMOVED: {"backend": backend, "remove_syncs": True}
        for name, backend in _BACKENDS.items()},
 }  # fmt: skip

@@ -105,8 +105,8 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
 def _add_how(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--compare", type=_contenders, default=_COMPARE, metavar="NAME[,NAME]",
-        help=f"of {', '.join(CONTENDERS)}; +remove-syncs is enable(remove_syncs=True) "
-        f"(default {','.join(_COMPARE)})")  # fmt: skip
+        help=f"of {', '.join(CONTENDERS)}; +remove-syncs is enable(remove_syncs=True), the others"
+        f" remove none (default {','.join(_COMPARE)})")  # fmt: skip
     add("--images", type=whole(1), metavar="N",
         help="pictures (calls for a step or a prefill) that each contender is timed on, of all "
         f"processes together (default {_IMAGES}, without a GPU {_FEW})")  # fmt: skip

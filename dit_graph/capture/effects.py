@@ -49,6 +49,7 @@ class Effects:
         self.undo = Undo(device.generators())
         self.undo.take([t for t in module if not isinstance(t, torch.nn.Parameter)], random=True)
         self.draws = self.may_draw = False
+        self._early: bool | None = None  # whether something moved before the user's code ran
         self.impure = ""  # The reason of the first break that may have side effects.
         self._static, self._known, self._tape = static, known, tape
         self._versions: list[int] = []
@@ -82,6 +83,11 @@ class Effects:
             if self._known.is_host(t):
                 self._known.mark(t, Kind.LIVE)
 
+    def before_users_code(self) -> None:
+        """Note what a replay moves that goes no further than here, the first time."""
+        if self._early is None:
+            self._early = bool(self.draws or self.may_draw or self._written_outside())
+
     def expect_writes(self) -> None:
         """Count writes into staged arguments from now on: the forward makes them."""
         self._versions = [t._version for t in self._static]
@@ -113,6 +119,8 @@ class Effects:
         tape.draws, self.may_draw = self.draws, False
         self.restart_point()  # A replay may fail at its last step.
         tape.written_outside = {t.data_ptr() for t in map(whole_of, self._written_outside())}
+        self.before_users_code()
+        tape.moves_early = bool(self._early)
         tape.effects = self._summary()
 
     def _summary(self) -> str:

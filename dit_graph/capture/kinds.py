@@ -74,12 +74,20 @@ class Known:
         in_pool = isinstance(value, torch.Tensor) and self.kind(value) is Kind.POOL
         return self._device.weak(value) if in_pool else value
 
+    def hold_weakly(self, value: Any) -> Any:
+        """Give the same, and of a weight an alias: recordings keep no weights alive, and nothing is
+        replayed where one lies elsewhere by now."""
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not self.is_host(value)
+        if plain and self.kind(value) is Kind.MODULE:
+            return self._device.weak(value)
+        return self.hold(value)
+
     def hold_operand(self, t: torch.Tensor) -> Any:
         """Give what a replayed launch may read in place of an operand.
 
         A launch freezes what it reads from the host, so the recorder keeps a copy of that.
         """
-        return t.clone() if self.is_host(t) else self.hold(t)
+        return t.clone() if self.is_host(t) else self.hold_weakly(t)
 
     def survivors(self, out: Any) -> int:
         """Count the storages born in a segment that something outside the call still holds."""

@@ -156,11 +156,14 @@ class Steps:
             self._require_breaks(reason)
             self.close()
         with self.alone():
+            if marked:
+                self.effects.before_users_code()
             self.effects.note(fn, args, kwargs)
             operands = tensors_of((args, kwargs))
             self.refuse_hidden(operands)
             leaves, spec = pytree.tree_flatten((args, kwargs), is_size)
-            held = [self.known.hold(plain(leaf)) for leaf in leaves]
+            hold = self.known.hold if marked else self.known.hold_weakly
+            held = [hold(plain(leaf)) for leaf in leaves]
             self._observing = marked or observed
             try:
                 result = fn(*args, **kwargs)

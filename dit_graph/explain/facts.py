@@ -115,6 +115,8 @@ class Signature:
         verdict: what comparisons with eager have shown.
         evictions: how often its recordings made room for others.
         differs: from the nearest signature that was recorded when this one first came.
+        dropped: replays that were launched in another state than their own, and done anew.
+        states: of the module, in which it is recorded.
     """
 
     label: str
@@ -129,6 +131,8 @@ class Signature:
     variants: tuple[Variant, ...]
     evictions: int = 0
     differs: str = ""
+    dropped: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,10 @@ def _module(install: Any, time: bool) -> facts.Module:
     pool = None if runner is None else runner.pool
     with nullcontext() if pool is None else pool.lock:  # No call may change the entries meanwhile.
         eager = install.tally.unreached + (Counter() if runner is None else runner.refused)
-        entries = () if runner is None else runner.entries.values()
+        found: dict[Any, list[Entry]] = {}  # one signature's entries, of all states
+        for key, entry in () if runner is None else runner.target.every_entry():
+            found.setdefault(key, []).append(entry)
+        now = [] if runner is None else list(runner.entries.values())
         return facts.Module(
             name=install.name,
             class_name=type(install.module).__name__,
@@ -61,29 +64,38 @@ def _module(install: Any, time: bool) -> facts.Module:
             graph_bytes=0 if pool is None else pool.bytes,
             notes=tuple(_notes_of(install)),
             eager=dict(eager),
-            signatures=tuple(_signature(entry, runner.pool, time) for entry in entries),
+            signatures=tuple(_signature(those, runner.pool, time, now) for those in found.values()),
         )
 
 
-def _signature(entry: Entry, pool: Pool, time: bool) -> facts.Signature:
+def _signature(entries: list[Entry], pool: Pool, time: bool, now: list[Entry]) -> facts.Signature:
+    """Sum up what is known of a signature in several states of its module."""
+    last, counts = entries[0], entries[0].counts
+    variants = []
+    for entry in entries:
+        timed = time and any(entry is other for other in now)
+        other = "recorded in another state of the module" if time and not timed else ""
+        variants += [_variant(tape, pool, timed, other) for tape in entry.tapes]
     return facts.Signature(
-        label=entry.label,
-        state=entry.state,
-        cold=entry.counts.cold,
-        captures=entry.counts.captures,
-        replays=entry.counts.replays,
-        eager=dict(entry.counts.eager),
-        capture_seconds=entry.capture_seconds,
-        input_bytes=entry.static.bytes if entry.static else 0,
-        verdict=entry.verdict,
-        variants=tuple(_variant(tape, pool, time) for tape in entry.tapes),
-        evictions=entry.evictions,
-        differs=entry.differs,
+        label=last.label,
+        state=next((entry.state for entry in entries if entry.tapes), last.state),
+        cold=counts.cold,
+        captures=counts.captures,
+        replays=counts.replays,
+        eager=dict(counts.eager),
+        capture_seconds=sum(entry.capture_seconds for entry in entries),
+        input_bytes=sum(entry.static.bytes for entry in entries if entry.static),
+        verdict=next((entry.verdict for entry in entries if entry.verdict), ""),
+        variants=tuple(variants),
+        evictions=sum(entry.evictions for entry in entries),
+        differs=next((entry.differs for entry in entries if entry.differs), ""),
+        dropped=counts.dropped,
+        states=sum(bool(entry.tapes) for entry in entries),
     )
 
 
-def _variant(tape: Tape, pool: Pool, time: bool) -> facts.Variant:
-    times, not_timed = time_steps(tape, pool) if time else ([], "")
+def _variant(tape: Tape, pool: Pool, time: bool, not_timed: str) -> facts.Variant:
+    times, not_timed = time_steps(tape, pool) if time else ([], not_timed)
     known: list[float | None] = [*times] or [None] * len(tape.steps)
     return facts.Variant(
         steps=tuple(map(_step, tape.steps, known)),

@@ -10,7 +10,7 @@ from dit_graph.explain.text import lines
 
 def summed(stats: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Sum up the counts of several processes; those of none are zeros."""
-    sums = Counter({"calls": 0, "cold": 0, "captures": 0, "replays": 0})
+    sums = Counter({"calls": 0, "cold": 0, "captures": 0, "replays": 0, "dropped": 0})
     eager: Counter[str] = Counter()
     for one in stats:
         sums.update({name: one[name] for name in sums})

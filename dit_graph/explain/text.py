@@ -48,6 +48,10 @@ def _signature(signature: "facts.Signature", brief: bool) -> Iterator[str]:
         f"    cold {signature.cold}, captures {signature.captures} in {took},"
         f" replays {signature.replays},{variants} inputs {_size(signature.input_bytes)}"
     )
+    if signature.states > 1:
+        yield f"    recorded in {signature.states} states of the module"
+    if signature.dropped:
+        yield f"    dropped {signature.dropped} replays: the module had changed; done anew"
     if brief and signature.evictions:
         yield f"    made room for other recordings {signature.evictions} times"
     if brief and signature.differs:

@@ -23,7 +23,7 @@ def parts(target: Any, config: GraphConfig) -> Parts:
         from dit_graph.modes.prefill.bodies import bodies  # transformers is slow to import
 
         return {name: (module, config) for name, module in bodies(target).items()}
-    if config.syncs and not hasattr(target, "scheduler"):
+    if config.syncs and config.remove_syncs != "auto" and not hasattr(target, "scheduler"):
         raise ConfigError(
             f"remove_syncs needs a pipeline with a scheduler, got {type(target).__name__}"
         )

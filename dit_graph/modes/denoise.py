@@ -1,8 +1,8 @@
 """Denoising: which components repeat, and when a picture begins.
 
 Scheduler, callbacks, guidance and the progress bar stay eager and are not touched; what is put on
-the scheduler is an instance slot over `set_timesteps`, which marks a picture's start and says so to
-every pipeline that shares the scheduler, and under `remove_syncs` those of `syncs.py`.
+the scheduler is an instance slot over `set_timesteps`, which tells every pipeline that shares the
+scheduler that a picture begins, and under `remove_syncs` those of `syncs.py`.
 """
 
 import itertools
@@ -12,14 +12,13 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, cast
 
 import torch
 
 from dit_graph.config import Sync
 from dit_graph.errors import ConfigError, DitGraphError
-from dit_graph.modes.syncs import DeviceTimesteps
+from dit_graph.modes.syncs import DeviceTimesteps, not_shown
 from dit_graph.slot import Slot
 from dit_graph.state.libraries import MODEL, PIPELINE, imported, is_pipeline
 
@@ -94,46 +93,45 @@ class TimestepsSlot(Slot):
             self.timesteps = DeviceTimesteps(self._scheduler, wanted)
 
     def _begin(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            pipe, _ = caller(sys._getframe(1))
-        except Exception:  # an odd object on the stack
-            pipe = None
         listeners = tuple(self._listeners)
         for listener in listeners:
-            listener.begin(said=listener.said and pipe is None)
+            listener.begin()
         out = self.original(*args, **kwargs)
         if self.timesteps is not None:
             try:
-                self._place(self.timesteps, pipe, listeners)
+                self._place(self.timesteps, _pipeline_at(sys._getframe(1)), listeners)
             except Exception as error:  # the picture is drawn as without us
                 self.timesteps.forget()
                 log.debug("dit_graph: remove_syncs left a picture alone", exc_info=error)
         return out
 
     def _place(self, timesteps: DeviceTimesteps, pipe: Any, listeners: Any) -> None:
-        asking = [one for one in listeners if one.removes and one.is_of(pipe)]
-        if asking:
-            timesteps.place(_weights_on(pipe), asking[0].removed)
-        else:
+        asking = next((one for one in listeners if one.removes and one.is_of(pipe)), None)
+        if asking is None:
             timesteps.forget()
+        elif asking.shown_alone and (reason := not_shown(self._scheduler, pipe)):
+            timesteps.forget()
+            asking.removed[f"off: {reason}"] += 1
+        else:
+            timesteps.place(_weights_on(pipe), asking.removed)
 
 
 class Pictures:
-    """Numbers the pictures that a target begins.
+    """Hears when a target begins a picture, through its scheduler.
 
-    A number never comes twice, whichever target it is. `removes` are the host syncs to take out of
-    the loop.
+    Args:
+        begun: called then.
+        removes: the host syncs to take out of the loop.
+        shown_alone: only where that was shown to leave pictures the same.
     """
 
-    _numbers = count(1)
-
     def __init__(
-        self, target: Any, begun: Callable[[], None], removes: Sequence[Sync] = ()
-    ) -> None:
+        self, target: Any, begun: Callable[[], None], removes: Sequence[Sync] = (),
+        shown_alone: bool = False,
+    ) -> None:  # fmt: skip
         self.removes = removes
+        self.shown_alone = shown_alone
         self.removed: Counter[str] = Counter()  # of the loop's waits, with every scheduler so far
-        self.number: int | None = None  # of the last picture; None while nothing could say so
-        self.said = False  # by the user, not by a scheduler
         self._target = weakref.ref(target)
         self._begun = begun
         self._scheduler: Any = None
@@ -149,18 +147,6 @@ class Pictures:
             if scheduler is not None:
                 self._slot = TimestepsSlot.on(scheduler)
                 self._slot.add(self)
-                self.begin()
-
-    def hears(self, pipe: Any) -> bool:
-        """Whether a call from `pipe` (None: a loop of the user's own) lies in a numbered picture.
-
-        A pipeline that shares the module but not the scheduler begins its pictures unheard.
-        """
-        self.listen()
-        if pipe is None or self._scheduler is None:
-            return self.said
-        heard = self._slot is not None and self._slot.leads_here()
-        return heard and _scheduler_of(pipe) is self._scheduler
 
     @property
     def target_is_alive(self) -> bool:
@@ -174,11 +160,8 @@ class Pictures:
     def is_of(self, target: Any) -> bool:
         return target is not None and self._target() is target
 
-    def begin(self, said: bool = False) -> None:
-        """A picture begins now; `said` where `handle.new_picture()` says so, or has said so for a
-        loop of the user's own that sets its timesteps itself."""
-        self.said = said
-        self.number = next(self._numbers)
+    def begin(self) -> None:
+        """A picture begins now."""
         try:
             self._begun()
         except DitGraphError:  # meant for the caller, under `strict`
@@ -189,8 +172,7 @@ class Pictures:
     def release(self) -> None:
         if self._slot is not None:
             self._slot.drop(self)
-        self._slot = self._scheduler = self.number = None
-        self.said = False
+        self._slot = self._scheduler = None
 
 
 def _scheduler_of(target: Any) -> Any:
@@ -201,25 +183,21 @@ def _scheduler_of(target: Any) -> Any:
     return scheduler if callable(getattr(scheduler, "set_timesteps", None)) else None
 
 
-def caller(frame: types.FrameType | None) -> tuple[Any, bool]:
-    """The pipeline whose call leads here, None without one; and whether something may act between
-    its steps: a callback that the call was given, or a guider, which adds and removes hooks."""
+def _pipeline_at(frame: types.FrameType | None) -> Any:
+    """The pipeline whose call leads here; None in a loop of the user's own."""
     pipeline = imported(PIPELINE)
     while frame is not None and pipeline:
         if frame.f_code.co_name == "__call__" and "self" in frame.f_code.co_varnames:
             here = frame.f_locals
             pipe = here.get("self")
-            found = issubclass(type(pipe), pipeline)
-            given = [here.get(name) for name in ("callback_on_step_end", "callback") if found]
             # Up to Python 3.12 a frame keeps what was looked at, old latents too. Nobody but the
             # frame, this name and the argument may refer to it: it is what `locals()` gives there.
             if type(here) is dict and sys.getrefcount(here) <= 3:
                 here.clear()
-            if found:
-                acts = (*given, getattr(pipe, "guider", None))
-                return pipe, any(act is not None for act in acts)
+            if issubclass(type(pipe), pipeline):
+                return pipe
         frame = frame.f_back
-    return None, False
+    return None
 
 
 def _weights_on(pipe: Any) -> torch.device:

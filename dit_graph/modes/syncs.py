@@ -23,6 +23,30 @@ _COMPUTES = {
 """Schedulers whose step puts timesteps into its arithmetic, in which a number from the host may be
 rounded otherwise than one on the device; the others of diffusers look something up."""
 
+SHOWN = {
+    "CMStochasticIterativeScheduler", "CogVideoXDDIMScheduler", "DDIMInverseScheduler",
+    "DDIMParallelScheduler", "DDIMScheduler", "DDPMParallelScheduler", "DDPMScheduler",
+    "DEISMultistepScheduler", "DPMSolverMultistepInverseScheduler", "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler", "EDMDPMSolverMultistepScheduler", "EDMEulerScheduler",
+    "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler", "FlowMapEulerDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler",
+    "HeunDiscreteScheduler", "IPNDMScheduler", "KDPM2AncestralDiscreteScheduler",
+    "KDPM2DiscreteScheduler", "LCMScheduler", "LTXEulerAncestralRFScheduler", "MiniMaxH3Scheduler",
+    "PNDMScheduler", "SASolverScheduler", "TCDScheduler", "UnCLIPScheduler",
+    "UniPCMultistepScheduler",
+}  # fmt: skip
+"""Schedulers of diffusers for which `tests/shared/syncs` shows that the bits stay the same."""
+
+
+def not_shown(scheduler: Any, pipe: Any) -> str:
+    """Why this pipeline with this scheduler was not shown to draw the same, or an empty string."""
+    kind, loop = type(scheduler), type(pipe).__call__
+    if kind.__name__ not in SHOWN or not kind.__module__.startswith("diffusers."):
+        return f"{kind.__name__} was not shown to give the same bits"
+    if not loop.__module__.startswith(("diffusers.", "dit_graph.")):
+        return f"the loop of {type(pipe).__name__} is not one of diffusers'"
+    return ""
+
 
 class DeviceTimesteps:
     """One scheduler's timesteps: on the device for the model, on the host for the scheduler.

@@ -130,6 +130,13 @@ class Entry:
         return not self.gave_up and (self.missed <= most or self.missed % 64 == 0)
 
     @property
+    def may_wait(self) -> bool:
+        """Whether its replay may be launched before the state is known to be still its own."""
+        if not self.tapes or any(tape.moves_early for tape in self.tapes):
+            return False
+        return self.proof.turn(self.tapes[0]) == "replay"
+
+    @property
     def verdict(self) -> str:
         """What comparisons with eager have shown, or an empty string."""
         return self.proof.text
@@ -142,7 +149,10 @@ class Entry:
 
 
 class Entries(dict[GraphKey, Entry]):
-    """The keys that a runner has met. Those without a recording make room when there are many."""
+    """The keys that came in one state of the module.
+
+    Those without a recording make room when there are many.
+    """
 
     def __init__(self, tally: Tally) -> None:
         super().__init__()
@@ -151,8 +161,9 @@ class Entries(dict[GraphKey, Entry]):
     def new(self, key: GraphKey, proof: Proof) -> Entry:
         idle = [key for key, entry in self.items() if not entry.tapes]
         for old in idle[: max(0, len(self) + 1 - MAX_KEYS)]:
-            self._tally.forget(self.pop(old).counts)
-        self[key] = entry = Entry(key.describe(), proof=proof, counts=self._tally.new())
+            del self[old]
+            self._tally.forget(old)
+        self[key] = entry = Entry(key.describe(), proof=proof, counts=self._tally.of(key))
         entry.differs = self.miss(key)
         return entry
 
@@ -165,18 +176,16 @@ class Entries(dict[GraphKey, Entry]):
         settled = replace(key, context=now)
         if settled not in self:
             self[settled] = self.pop(key)
+            self._tally.signatures[settled] = self._tally.signatures.pop(key)
 
     def miss(self, key: GraphKey) -> str:
         """Where a key differs from the nearest one that is recorded."""
         return miss(key, [other for other, entry in self.items() if entry.tapes])
 
-    def retire(self, unblock: bool) -> None:
-        """Let go of every recording; `unblock` gives blocked keys another chance."""
-        for entry in self.values():
-            entry.retire()
-            entry.proof = entry.proof.again()
-            if unblock:
-                entry.blocked, entry.attempts, entry.gave_up = "", 0, ""
+    @property
+    def recorded(self) -> bool:
+        """Whether there is any recording."""
+        return any(entry.tapes for entry in self.values())
 
     def forget_recordings(self) -> None:
         """Let go of every recording and nothing else."""

@@ -90,10 +90,6 @@ class Proof:
             self.left_out = f"not compared: {tape.effects}"
         return not tape.effects
 
-    def again(self) -> "Proof":
-        """Nothing shown yet, for recordings of a module that has changed."""
-        return Proof(self._verify, Gate(self.gate.min_gain) if self.gate else None)
-
     @property
     def text(self) -> str:
         """What has been shown so far, for the report."""

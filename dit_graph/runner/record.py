@@ -23,7 +23,7 @@ from dit_graph.runner.failures import brief, clear_frames, raised_by_the_forward
 from dit_graph.runner.fallback import Fallback
 from dit_graph.runner.target import Target
 from dit_graph.runner.verify import compared
-from dit_graph.state.fingerprint import Fingerprint
+from dit_graph.state.snapshot import Snapshot
 from dit_graph.tape.buffers import StaticBuffers
 from dit_graph.tape.guards import host_generators
 from dit_graph.tape.tape import Tape, own
@@ -46,7 +46,7 @@ class CaptureAction:
 
     def cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         entry.counts.cold += 1
-        before, drawn = self._target.state.known, host_generators(self._target.generators)
+        before, drawn = self._target.state.snapshot(), host_generators(self._target.generators)
 
         def run() -> Any:
             with self._target.pool.device.stream(), breaks.warming():
@@ -59,7 +59,7 @@ class CaptureAction:
             entry.block(self._fallback.own_error(error))
             return out
 
-    def _warmed(self, entry: Entry, call: Call, before: Fingerprint, drawn: Any, out: Any) -> Any:
+    def _warmed(self, entry: Entry, call: Call, before: Snapshot, drawn: Any, out: Any) -> Any:
         """What a cold call shows of its signature; returns the caller's own result."""
         entry.warm = self._thread.warm = True
         now = context(call.key.context.extra_key)
@@ -69,25 +69,16 @@ class CaptureAction:
             entry.block("the forward changes a list, dict or array that it is given")
         if host_generators(self._target.generators) != drawn:
             entry.unsettled("the forward draws from Python's or numpy's generator, or seeds one")
-        if repeated := self._accept(before):
+        before.settle()
+        if repeated := self._target.state.accept()[1]:
             entry.block(f"the forward writes Python state: {repeated[0]}")
         theirs = {
-            t.untyped_storage()._cdata for t in [*call.tensors, *self._target.state.tensors()]
+            t.untyped_storage()._cdata for t in [*call.tensors, *self._target.state.weights()]
         }
         made = [t for t in tensors_of(out) if t.untyped_storage()._cdata not in theirs]
         if any(t.is_inference() for t in made) and not torch.is_inference_mode_enabled():
             entry.block("the forward turns inference mode on by itself; turn it on around the call")
         return self._owned(out, made)
-
-    def _accept(self, before: Fingerprint) -> list[str]:
-        """Take over what a forward wrote into Python state; returns what it wrote before, too.
-
-        Other recordings stand on the state before it, unless a memo table only grew.
-        """
-        changes, grew = before.changes(), before.only_grew()
-        if changes and not grew:
-            self._target.entries.forget_recordings()
-        return self._target.state.accept(changes)
 
     def _owned(self, out: Any, made: list[torch.Tensor]) -> Any:
         """The caller's own copies of what was `made`; what aliases an argument or the module stays
@@ -110,7 +101,7 @@ class CaptureAction:
         entry.threads = 0
         started = time.perf_counter()
         try:
-            before, seeds = self._target.state.known, self._target.seeds()
+            before, seeds = self._target.state.snapshot(), self._target.seeds()
             generation = self._target.pool.generation()
         except Exception as error:
             return self._fallback(entry, self._fallback.own_error(error), args, kwargs)
@@ -197,7 +188,7 @@ class CaptureAction:
 
     def _put_back(
         self, entry: Entry, error: Exception, capture: Capture | None, generation: Generation,
-        before: Fingerprint,
+        before: Snapshot,
     ) -> None:  # fmt: skip
         """Leave everything as it was before a capture that failed."""
         self._fallback.raise_if_failed(error, f"recording {entry.label}")
@@ -208,11 +199,11 @@ class CaptureAction:
         self._let_go(generation, 0 if capture is None else capture.known.survivors(None))
 
     def _keep(
-        self, entry: Entry, generation: Generation, tape: Tape, before: Fingerprint, survivors: int
+        self, entry: Entry, generation: Generation, tape: Tape, before: Snapshot, survivors: int
     ) -> None:
         """File the recording, unless what it stands on is not fixed."""
-        changes = before.changes()
-        repeated = self._accept(before)
+        before.settle()
+        changes, repeated = self._target.state.accept()
         if repeated:
             entry.block(f"the forward writes Python state: {repeated[0]}")
         elif changes or survivors:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dit_graph.call.key import Call
 from dit_graph.devices.base import is_out_of_memory
-from dit_graph.errors import BreakResultChanged, GuardMismatch
+from dit_graph.errors import BreakResultChanged, GuardMismatch, StateChanged
 from dit_graph.runner.entry import MAX_ATTEMPTS, Entry
 from dit_graph.runner.failures import raised_by_the_forward
 from dit_graph.runner.fallback import Fallback
@@ -23,12 +23,21 @@ TIMED = "the gate times an eager call in a replay's place"
 class ReplayAction:
     """Replays the calls of one module."""
 
-    def __init__(self, target: Target, fallback: Fallback, recording: CaptureAction) -> None:
+    def __init__(
+        self, target: Target, fallback: Fallback, recording: CaptureAction,
+        same_state: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self._target = target
         self._fallback = fallback
         self._recording = recording
+        self._same_state = same_state
 
     def __call__(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
+        """Answer a call.
+
+        Raises:
+            StateChanged: the module was not in the entry's state; the call is to be decided again.
+        """
         try:
             turn = entry.proof.turn(entry.tapes[0])
             undo, live, mismatch = Undo(self._target.generators), call.tensors, ""
@@ -47,11 +56,14 @@ class ReplayAction:
 
             def run(tape: Tape = tape) -> Any:
                 entry.static.copy_in(live)
-                tape.run(undo)
+                tape.run(undo, self._check)
                 return tape.result(live)
 
             try:
-                result = self._timed("replay", entry, run)
+                result = self._checked(functools.partial(self._timed, "replay", entry, run))
+            except StateChanged:
+                undo.roll_back()
+                raise
             except GuardMismatch as error:
                 undo.roll_back()
                 mismatch = error.place
@@ -74,6 +86,26 @@ class ReplayAction:
             reason = entry.gave_up or f"another value at every call: {mismatch}"
             return self._fallback(entry, reason, args, kwargs)
         return self._recording.capture(entry, call, args, kwargs)
+
+    def _check(self) -> None:
+        """Compare the state, where this call has not done so yet. Raises StateChanged."""
+        try:
+            same = self._same_state()
+        except Exception as error:  # the next comparison tells it
+            self._fallback.own_error(error)
+            same = False
+        if not same:
+            raise StateChanged
+
+    def _checked(self, run: Callable[[], Any]) -> Any:
+        """Run; an error may come of the state having changed, so that is looked at first."""
+        try:
+            return run()
+        except StateChanged:
+            raise
+        except Exception:
+            self._check()
+            raise
 
     def _took(self, entry: Entry, tape: Tape, live: Any) -> bool:
         """A replay has answered; returns whether it is to be compared with eager."""

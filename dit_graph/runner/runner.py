@@ -13,10 +13,10 @@ from dit_graph import breaks
 from dit_graph.backends import backend_named
 from dit_graph.call.key import Call, GraphKey
 from dit_graph.call.varying import VaryingValues
-from dit_graph.errors import DitGraphError, NewShape, Unkeyable
+from dit_graph.errors import DitGraphError, NewShape, StateChanged, Unkeyable
 from dit_graph.memory.pool import Pool
 from dit_graph.memory.recent import RecentCalls
-from dit_graph.runner.entry import Decision, Entries, Entry
+from dit_graph.runner.entry import Decision, Entry
 from dit_graph.runner.fallback import Fallback
 from dit_graph.runner.proof import Gate, Proof
 from dit_graph.runner.record import CaptureAction
@@ -45,7 +45,7 @@ class Runner:
         self._actions: dict[str, Callable[..., Any]] = {
             "cold": recording.cold,
             "capture": recording.capture,
-            "replay": ReplayAction(target, self._fallback, recording),
+            "replay": ReplayAction(target, self._fallback, recording, self._same_state),
         }
         extra = target.config.extra_key
         self._extra_key = None if extra is None else functools.partial(extra, target.module)
@@ -55,8 +55,9 @@ class Runner:
         return self.target.pool
 
     @property
-    def entries(self) -> Entries:
-        return self.target.entries
+    def entries(self) -> dict[GraphKey, Entry]:
+        """Of the state that the module is in."""
+        return self.target.entries if self.target.state.states else {}
 
     @property
     def unmatched(self) -> set[str]:
@@ -85,19 +86,24 @@ class Runner:
             if self.closed:  # disabled while this call waited
                 self.refused["disabled"] += 1
                 return self._plain(args, kwargs)
-            try:
-                call = self.target.signature.bind(args, kwargs, self._extra_key)
-                entry, decision = self._decide(call)
-                self._recent.note(entry, decision.action == "replay")
-            except Unkeyable as error:
-                decision = Decision("eager", str(error))
-            except DitGraphError:  # meant for the caller
-                raise
-            except Exception as error:
-                decision = Decision("eager", self.own_error(error))
-            if entry is not None and decision.action != "eager":
-                with self.pool.using(), breaks.answering(call.arguments):
-                    return self._actions[decision.action](entry, call, args, kwargs)
+            self.target.state.begin()
+            while True:
+                try:
+                    call = self.target.signature.bind(args, kwargs, self._extra_key)
+                    entry, decision = self._decide(call)
+                except Unkeyable as error:
+                    decision = Decision("eager", str(error))
+                except DitGraphError:  # meant for the caller
+                    raise
+                except Exception as error:
+                    decision = Decision("eager", self.own_error(error))
+                if entry is None or decision.action == "eager":
+                    break
+                try:
+                    with self.pool.using(), breaks.answering(call.arguments):
+                        return self._actions[decision.action](entry, call, args, kwargs)
+                except StateChanged:  # once at most: the state is compared now
+                    entry.counts.dropped += 1
         return self._fallback(entry, decision.reason, args, kwargs)
 
     def passes_by(self) -> str:
@@ -131,41 +137,46 @@ class Runner:
         """No recording is made or used after this."""
         with self.pool.lock:
             self.closed = True
-            for entry in self.entries.values():
+            for _, entry in self.target.every_entry():
                 entry.retire()
 
     def _decide(self, call: Call) -> tuple[Entry | None, Decision]:
         self.pool.tick()
         if not self._backend.records:
             return None, Decision("eager", f"backend {self._backend.name}")
-        if change := self.target.state.changed():
-            self._invalidate(change)
-        if self.target.state.blocker:
-            return None, Decision("eager", self.target.state.blocker)
-        if torch.is_grad_enabled() and self.target.state.needs_grad(call.tensors):
+        state = self.target.state
+        entry = self._entry_of(call) if state.may_wait else None
+        if entry is None or not entry.may_wait:
+            self._same_state()
+            entry = self._entry_of(call)
+        if blocked := state.blocker:
+            return None, Decision("eager", blocked)
+        if torch.is_grad_enabled() and state.needs_grad(call.tensors):
             return None, Decision("eager", "gradients are needed; call it under torch.no_grad()")
-        entry = self.entries.get(call.key)
         if entry is not None and entry.tapes:
+            self._recent.note(entry, replayed=True)
             decision = entry.decide()
             if decision.action == "eager":
                 self.pool.sweep()
             return entry, decision
-        if varies := self._varying.varying(call):
-            return entry, Decision("eager", varies)
+        self._recent.note(entry, replayed=False)
+        if reason := self._varying.varying(call) or state.unsteady:
+            return entry, Decision("eager", reason)
         if entry is None:
             if self.target.config.on_new_shape != "capture" and not self.warming:
                 return None, self._new_shape(call.key)
-            entry = self.entries.new(call.key, self._new_proof())
+            entry = self.target.entries.new(call.key, self._new_proof())
             if entry.differs:
                 log.info("dit_graph: %s: new signature: %s", self.target.name, entry.differs)
-        if entry.decide().action != "eager" and (change := self.target.state.changed_since()):
-            self._invalidate(change)
         decision = entry.decide()
         entry.goes_by(decision)
         if decision.action == "eager" or not self.pool.crowded:
             return entry, decision
         reason = self._recent.thrashing(entry, self.pool.idle)
         return entry, Decision("eager", reason) if reason else decision
+
+    def _entry_of(self, call: Call) -> Entry | None:
+        return self.target.entries.get(call.key)
 
     def _new_proof(self) -> Proof:
         times = self.target.config.gate == "measure" and self.target.config.verify != "always"
@@ -175,18 +186,28 @@ class Runner:
         )
 
     def _new_shape(self, key: GraphKey) -> Decision:
-        differs = self.entries.miss(key)
+        differs = self.target.entries.miss(key)
         reason = f"not warmed up: {key.describe()}{differs and f' ({differs})'}"
         if self.target.config.on_new_shape == "error":
             self.refused[reason] += 1
-            known = ", ".join(e.label for e in self.entries.values()) or "none"
+            known = ", ".join(e.label for e in self.target.entries.values()) or "none"
             raise NewShape(f"{self.target.name}: {reason}; warmed up: {known}")
         return Decision("eager", reason)
 
-    def _invalidate(self, change: str) -> None:
-        recorded = any(entry.tapes for entry in self.entries.values())
-        level = logging.WARNING if recorded else logging.DEBUG
-        log.log(level, "dit_graph: %s: %s changed; recording again", self.target.name, change)
-        self.entries.retire(unblock=not self.target.state.wrote(change))
-        self._recent.clear()
-        self.pool.sweep()
+    def _same_state(self) -> bool:
+        """Compare the module with the state that it was in; it may be in another one from now on.
+
+        Looks once in a call: whether nothing had changed, or had changed before.
+        """
+        state = self.target.state
+        if state.compared:
+            return True
+        recorded = bool(state.states) and self.target.entries.recorded
+        change = state.compare()
+        if change and not self.target.entries:
+            level = logging.WARNING if recorded else logging.DEBUG
+            log.log(level, "dit_graph: %s: %s changed; recording again", self.target.name, change)
+            self._recent.clear()
+        if change:
+            self.pool.sweep()
+        return not change

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -13,6 +13,7 @@ class Counts:
     cold: int = 0
     captures: int = 0
     replays: int = 0
+    dropped: int = 0  # replays whose state turned out to be another one; decided again
     eager: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -24,6 +25,7 @@ class Counts:
         self.cold += other.cold
         self.captures += other.captures
         self.replays += other.replays
+        self.dropped += other.dropped
         self.eager += other.eager
 
 
@@ -34,32 +36,30 @@ class Tally:
     calls: int = 0  # that came to a runner
     refused: Counter[str] = field(default_factory=Counter)  # of those, eager without a signature
     unreached: Counter[str] = field(default_factory=Counter)  # that came to none
-    signatures: list[Counts] = field(default_factory=list)
+    signatures: dict[Any, Counts] = field(default_factory=dict)  # by key, of all states together
     forgotten: Counts = field(default_factory=Counts)  # of signatures that made room
 
-    def new(self) -> Counts:
-        self.signatures.append(Counts())
-        return self.signatures[-1]
+    def of(self, key: Any) -> Counts:
+        return self.signatures.setdefault(key, Counts())
 
-    def forget(self, counts: Counts) -> None:
-        self.forgotten.add(counts)
-        self.signatures = [kept for kept in self.signatures if kept is not counts]
+    def forget(self, key: Any) -> None:
+        self.forgotten.add(self.signatures.pop(key, Counts()))
 
 
 def totals(tallies: Iterable[Tally]) -> dict[str, Any]:
-    """`calls`, `cold`, `captures` and `replays` over all modules, `eager` as reason → count."""
+    """`calls`, `cold`, `captures`, `replays`, `dropped` over all modules, `eager` by reason."""
     calls, found = 0, Counts()
     for tally in tallies:
         calls += tally.calls + sum(tally.unreached.values())
         # copies: another thread may count meanwhile
         found.eager += Counter(dict(tally.unreached)) + Counter(dict(tally.refused))
-        for counts in [*tally.signatures, tally.forgotten]:
-            eager = Counter(dict(counts.eager))
-            found.add(Counts(counts.cold, counts.captures, counts.replays, eager))
+        for counts in [*dict(tally.signatures).values(), tally.forgotten]:
+            found.add(replace(counts, eager=Counter(dict(counts.eager))))
     return {
         "calls": calls,
         "cold": found.cold,
         "captures": found.captures,
         "replays": found.replays,
+        "dropped": found.dropped,
         "eager": dict(found.eager),
     }

@@ -3,18 +3,20 @@
 Does nothing by itself.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
-from dit_graph.call.key import Signature
+from dit_graph.call.key import GraphKey, Signature
 from dit_graph.config import GraphConfig
 from dit_graph.memory.pool import Pool
-from dit_graph.runner.entry import Entries
+from dit_graph.runner.entry import Entries, Entry
 from dit_graph.runner.tally import Tally
-from dit_graph.state.watcher import ModuleWatcher
+from dit_graph.state.watcher import StateWatcher
 
 
 @dataclass(eq=False)
@@ -26,7 +28,6 @@ class Target:
         original: the forward that was there before.
         signature: of that forward.
         eager: what answers a call that is not recorded, `original` unless a mode has its own.
-        state: what the recordings of the module stand on.
     """
 
     name: str
@@ -35,15 +36,25 @@ class Target:
     signature: Signature
     config: GraphConfig
     pool: Pool
-    state: ModuleWatcher
     tally: Tally
 
     def __post_init__(self) -> None:
-        self.entries = Entries(self.tally)
+        own = functools.partial(Entries, self.tally)
+        self.state = StateWatcher(self.module, self.pool.device.on, own)
         self.eager = self.original
         self.generators = self.pool.device.generators()
         self.stays_out: set[Any] = set()  # operations that could not be captured: breaks
         self.has_collectives = False  # a collective was met: no process may run the forward twice
+
+    @property
+    def entries(self) -> Entries:
+        """Of the state that the module was in when it was compared last."""
+        entries: Entries = self.state.now.owned
+        return entries
+
+    def every_entry(self) -> Iterator[tuple[GraphKey, Entry]]:
+        """Of all states that are known, the last used one first."""
+        return chain.from_iterable(state.owned.items() for state in self.state.states)
 
     @property
     def runs_once(self) -> bool:

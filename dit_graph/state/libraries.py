@@ -8,6 +8,12 @@ has been imported.
 import sys
 from typing import Any
 
+FIXED = frozenset({"torch", "numpy", "dit_graph"} | sys.stdlib_module_names)
+"""Top packages of which nothing is looked into: what they hold is no state of a model."""
+
+LIBRARIES = FIXED | {"accelerate", "diffusers", "peft", "safetensors", "transformers"}
+"""These are libraries too where a checkout of them lies beside the user's own code."""
+
 Named = tuple[str, str]  # the module that defines a class, and the class
 
 PIPELINE: Named = ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline")

@@ -2,41 +2,45 @@
 
 import types
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
-import torch
 
-from dit_graph.state.libraries import HOOKS, imported
-
-REMOVED = object()
+_UNSET = object()
 _ADDED = {"_class_name", "_diffusers_version", "__slotnames__"}  # by saving a config, by copying
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """One container with what it held.
+    """One container, and what it held when it was `noted`.
 
     `plain` for a dict that may be a memo table, `ordered` for one whose order is state: submodules.
     """
 
     path: str
     container: Any
-    before: Any
     plain: bool = False
     ordered: bool = False
+    before: Any = None
 
-    def differences(self) -> Iterator[tuple[str, Any, Any]]:
-        """(name, key, value now) for each; the key `REMOVED` where there is none to name."""
+    def noted(self) -> "Place":
+        """The same place with a copy of what it holds now."""
+        now = read_container(self.container)
+        before = dict(now) if isinstance(now, (dict, types.MappingProxyType)) else now.copy()
+        return Place(self.path, self.container, self.plain, self.ordered, before)
+
+    def stayed(self) -> bool:
+        """Whether it holds the very objects that it held."""
         now, before = read_container(self.container), self.before
+        if isinstance(now, np.ndarray):
+            return same_array(now, before)
+        if len(now) != len(before):
+            return False
         if isinstance(now, (dict, types.MappingProxyType)):
-            return _dict_differences(now, before, self.ordered)
-        if isinstance(now, (list, deque)):
-            return _list_differences(now, before)
-        same = _same_array(now, before) if isinstance(now, np.ndarray) else now == before
-        return iter(() if same else (("", REMOVED, None),))
+            return all(map(is_, now, before)) and all(map(is_, now.values(), before.values()))
+        return all(map(is_, now, before))
 
     def restore(self) -> None:
         container, before = self.container, self.before
@@ -71,7 +75,7 @@ class Attributes:
             if not name.startswith("__"):
                 del self[name]
         for name, value in before.items():
-            if now.get(name, REMOVED) is not value:
+            if now.get(name, _UNSET) is not value:
                 self[name] = value
 
 
@@ -119,54 +123,17 @@ def step_name(key: Any) -> str:
     return f".{key}" if isinstance(key, str) else f"[{key!r}]"
 
 
-def _dict_differences(
-    now: Any, before: dict[Any, Any], ordered: bool
-) -> Iterator[tuple[str, Any, Any]]:
-    for key, value in now.items():
-        if not (_unchanged(value, before[key]) if key in before else _idle(key, value)):
-            yield step_name(key), key, value
-    if any(key not in now for key in before):
-        yield " (something was removed)", REMOVED, None
-    elif ordered and [key for key in now if key in before] != list(before):
-        yield " (its order)", REMOVED, None
-
-
-def _list_differences(now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
-    for i, value in enumerate(now):
-        if i >= len(before) or not _unchanged(value, before[i]):
-            yield f"[{i}]", i, value
-    if len(now) < len(before):
-        yield " (something was removed)", REMOVED, None
-
-
-def _same_array(now: Any, before: Any) -> bool:
+def same_array(now: Any, before: Any) -> bool:
     alike = now.dtype == before.dtype and now.shape == before.shape
     return bool(alike and now.tobytes() == before.tobytes())
 
 
-def _idle(key: Any, value: Any) -> bool:
+def is_idle(key: Any, value: Any) -> bool:
     """Whether a new member changes nothing that a forward does.
 
     Libraries add some when they only look for them or save a model: an empty hook registry, a
     class's annotations, the names that a config is saved with.
     """
-    if isinstance(value, imported(HOOKS)):
-        return not value.hooks
+    if key == "_diffusers_hook":
+        return not getattr(value, "hooks", True)
     return isinstance(key, str) and (key.startswith("__annot") or key in _ADDED)
-
-
-def _unchanged(now: Any, before: Any) -> bool:
-    if now is before:
-        return True
-    if type(now) is not type(before):
-        return False
-    if isinstance(now, tuple):
-        return len(now) == len(before) and all(map(_unchanged, now, before))
-    if isinstance(now, types.MethodType):
-        return now.__self__ is before.__self__ and now.__func__ is before.__func__
-    if isinstance(now, np.generic):
-        return _same_array(now, before)
-    if isinstance(now, (float, complex)):
-        return repr(now) == repr(before)  # -0.0 is not 0.0, nan is nan
-    plain = (bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
-    return isinstance(now, plain) and now == before

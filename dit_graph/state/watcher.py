@@ -1,144 +1,274 @@
-"""Decides when the module's state is read, and remembers what the forward itself writes."""
+"""Which of the states that its recordings were made in a module is in now."""
 
+import re
+import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from dit_graph.state.blockers import blocker, global_hook, needs_grad, parallel
-from dit_graph.state.fingerprint import Fingerprint
+from dit_graph.state.blockers import blocker, global_hook, parallel
+from dit_graph.state.describe import differences
+from dit_graph.state.snapshot import Snapshot
+from dit_graph.state.view import STORAGE, View
 
-_UNSTEADY = 3  # more comparisons in a row than this find a change: nobody sets that by hand
+MAX_STATES = 8  # that are kept of a module; the least recently used one makes room
+CAREFUL = 17  # the call that finds a change and 16 after it compare before they launch
+WINDOW, MANY = 8, 3  # so many new states within so many calls: nobody sets that by hand
 
 
-class ModuleWatcher:
-    """Compares the module with what its recordings stand on.
+class Owned(Protocol):
+    """What belongs to a state: the recordings that were made in it."""
 
-    A picture begins when `pictures()` gives another number: the full comparison runs at that call
-    (and at the one after a change), and a cheap one in the calls that follow. Where it
-    gives None, every call is compared in full.
+    @property
+    def recorded(self) -> bool: ...
+    def forget_recordings(self) -> None: ...
+
+
+class State:
+    """One state of a module, remembered by its description. Keeps nothing of the module alive."""
+
+    def __init__(self, owned: Any, description: dict[Any, Any]) -> None:
+        self.owned = owned
+        self.description = description  # names modules, classes and tensors by id
+        self.memory: list[StorageWeakRef] = []  # of the tensors: says when one's is gone
+        self.blocker: str | None = None
+        self.parallel: str | None = None
+
+
+class _Owner(weakref.ref[Any]):
+    """Tells when a module or class is gone."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, one: Any, gone: Callable[[Any], None]) -> None:
+        super().__init__(one, gone)  # type: ignore[call-arg]
+        self.key = id(one)
+
+
+class StateWatcher:
+    """Compares a module with the states that are known of it.
+
+    Args:
+        module: whose state it is.
+        device: where its weights must be to be recorded.
+        own: makes what belongs to a new state.
     """
 
     def __init__(
-        self, module: torch.nn.Module, device: torch.device, pictures: Callable[[], int | None]
+        self, module: torch.nn.Module, device: torch.device, own: Callable[[], Owned]
     ) -> None:
         self._module = module
         self._device = device
-        self._pictures = pictures
-        self._picture: int | None = None
-        self._again = False
-        self._in_full = False
-        self._known: Fingerprint | None = None
-        self._written: set[str] = set()
-        self._streak = 0
-        self._changed: str | None = None  # at the last comparison
-        self._let_through = False  # a change elsewhere, in this streak
-        self._seen: tuple[Any, ...] = ()
-        self._needs_grad = False
-        self._blocker: str | None = None
-        self._parallel: str | None = None
-        self._attributes: list[dict[str, Any]] = []
-        self.buffers: list[torch.Tensor] = []
-        self._first: tuple[dict[str, Any], str] = ({}, "")  # where the first parameter is kept
-        for child in module.modules():
-            if child._parameters:
-                self._first = (child._parameters, next(iter(child._parameters)))
-                break
+        self._own = own
+        self._views: list[View] = []  # of the module as it was last; none where a part of it went
+        self._owners: dict[int, _Owner] = {}
+        self._gone: set[int] = set()
+        self._written: set[str] = set()  # by the forward itself, by place
+        self._careful = 0
+        self.compared = False  # in this call
+        self._new = deque([""] * WINDOW, WINDOW)  # a call's new state, by the place that changed
+        self.states: list[State] = []  # the last used one first, which is the module's now
+
+    @property
+    def now(self) -> State:
+        return self.states[0]
 
     @property
     def blocker(self) -> str | None:
         """Why nothing can be replayed now, or None."""
-        return self._parallel or global_hook() or self._blocker
+        return self.now.parallel or global_hook() or self.now.blocker
 
     @property
     def parallel(self) -> bool:
         """Whether the module is split over processes, which its forward then talks with."""
-        return self._parallel is not None
+        return bool(self.states) and self.now.parallel is not None
 
     @property
-    def known(self) -> Fingerprint:
-        """The state that the recordings stand on."""
-        assert self._known is not None
-        return self._known
+    def unsteady(self) -> str:
+        """Why a state without recordings gets none now, or an empty string."""
+        new = list(filter(None, self._new))
+        return f"Python state changes at every call: {new[-1]}" if len(new) >= MANY else ""
 
-    def changed_since(self) -> str | None:
-        """What differs after all, in full, where `changed` has compared cheaply in this call."""
-        return None if self._in_full else self.changed(in_full=True)
+    def begin(self) -> None:
+        """A call comes."""
+        self._new.append("")
+        self.compared = False
+        self._careful = max(0, self._careful - 1)
 
-    def changed(self, in_full: bool = False) -> str | None:
-        """What differs from the state that the recordings stand on, or None."""
-        picture = self._pictures()
-        begins = picture is None or picture != self._picture
-        full, self._again, self._picture = in_full or begins or self._again, False, picture
-        self._in_full = full
-        if self._known is not None and not full and self._glance() == self._seen:
-            return None
-        change = None if self._known is None else self._known.first_change()
-        steadied = not change and self._streak > _UNSTEADY
-        unsteady = self._is_unsteady(change)
-        if self._known is None or change or steadied:
-            self._take_over()
-            self._again = True
-        elif self._known.outgrown:
-            self._take_over()
-        self._seen = self._glance()
-        if unsteady:
-            self._blocker = self._blocker or f"Python state changes at every call: {change}"
+    @property
+    def may_wait(self) -> bool:
+        """Whether a replay may be launched before the state is compared.
+
+        Not where weights have moved, as they may be freed; and not for some calls after a change,
+        so that of states in turns few replays are dropped.
+        """
+        view = self._view
+        return not (self.compared or self._careful) and view is not None and view.weights_stayed()
+
+    def compare(self) -> str:
+        """Find out which state the module is in; returns what differs from the last one."""
+        self.compared = True
+        view = self._view
+        if view is not None and view.is_same() and view.weights_stayed():
+            return ""
+        view, found = self._read()
+        change = self._enter(view, found)
+        self._forget_gone()
         return change
 
-    def _is_unsteady(self, change: str | None) -> bool:
-        """Whether the state changes at call after call, as under a step cache.
+    @property
+    def _view(self) -> View | None:
+        """What the module held when it was last read; None once a part of that is gone."""
+        views = tuple(self._views)
+        return views[0] if views and not self._gone else None
 
-        A change in another place may be the end of that, as `disable_cache` is. The first one of
-        that kind is not counted, so that the next call can be recorded.
-        """
-        before, self._changed = self._changed, change
-        self._streak = self._streak + 1 if change else 0
-        if self._streak <= _UNSTEADY:
-            self._let_through = False
-            return False
-        if change != before and not self._let_through:
-            self._let_through = True
-            return False
-        return True
+    def _read(self) -> tuple[View, dict[Any, Any]]:
+        """The module as it is now, and the description of that."""
+        view = next(iter(tuple(self._views)), None)
+        if view is None:
+            view = View(self._module)
+        else:
+            view.refresh()
+        self._views[:] = [view]
+        views, gone = self._views, self._gone
 
-    def _take_over(self) -> None:
-        """From now on the module as it is now is what the recordings stand on."""
-        # a hook of diffusers or accelerate adds attributes to a block
-        self._attributes = [m.__dict__ for m in self._module.modules() if m._modules]
-        self.buffers = list(self._module.buffers())
-        self._known = Fingerprint(self._module)
-        self._parallel = parallel(self._module)
-        self._blocker = self._parallel or self._known.blocker or blocker(self._module, self._device)
-        self._needs_grad = needs_grad(self._module)
+        def died(owner: _Owner) -> None:
+            gone.add(owner.key)
+            views.clear()  # which keeps the parts of what has died
 
-    def _glance(self) -> tuple[Any, ...]:
-        """What a step inside a picture compares: mode, hooks, and where the weights begin."""
-        table, name = self._first
-        first = table.get(name)
-        weight = None if first is None else (first.dtype, first.data_ptr())
-        hooks = RemovableHandle.next_id  # a hook that is added anywhere counts it up
-        return self._module.training, weight, hooks, list(map(len, self._attributes))
+        for one in view.owners():
+            if (known := self._owners.get(id(one))) is None or known() is None:
+                self._owners[id(one)] = _Owner(one, died)
+        return view, view.description()
+
+    def _enter(self, view: View, found: dict[Any, Any]) -> str:
+        if not self.states:
+            self._add(view, found)
+            return ""
+        places = [place for place, _ in self._differences(view, found)]
+        if not places:
+            return ""
+        self._careful = CAREFUL
+        if all(map(self._is_written, places)):
+            self._take_over(view, found, grew=False)
+            return places[0]
+        known = next((state for state in self.states if state.description == found), None)
+        if known is None:
+            self._add(view, found)
+            self._new[-1] = "" if self.now.blocker else places[0]  # where nothing is recorded
+        else:
+            self.states.remove(known)
+            self.states.insert(0, known)
+        return places[0]
+
+    def _is_written(self, place: str) -> bool:
+        """Whether the forward itself writes there, or into what lies there."""
+        return any(re.fullmatch(re.escape(w) + r"([.\[ ].*)?", place) for w in self._written)
+
+    def _differences(self, view: View, found: dict[Any, Any]) -> list[tuple[str, bool]]:
+        """Where the module differs from the state that it was in last, and whether a memo grew."""
+        before = self.now.description
+        if found == before:
+            return []
+        places: list[tuple[str, bool]] = []
+        for key in {**before, **found}:
+            if (old := before.get(key)) != (new := found.get(key)):
+                if key in view.nodes and old is not None:
+                    places += differences(old, new, view.nodes[key].path)
+                elif isinstance(key, tuple) and None not in (old, new):
+                    name = STORAGE if key[0] == "tensor" else f"{key[1].__name__}.{key[2]}"
+                    places.append((name, False))
+        named = [(place.lstrip("."), grew) for place, grew in places]
+        return named or [(STORAGE, False)]  # inside a wrapper, which is the object that it was
+
+    def _add(self, view: View, found: dict[Any, Any]) -> None:
+        state = State(self._own(), found)
+        state.memory = _memory(view)
+        state.parallel = parallel(self._module)
+        state.blocker = view.blocker or blocker(self._module, self._device)
+        self.states.insert(0, state)
+        if len(self.states) > MAX_STATES:
+            idle = [state for state in self.states[1:] if not state.owned.recorded]
+            self._forget((idle or self.states)[-1])
+
+    def _forget(self, state: State) -> None:
+        self.states.remove(state)
+        state.owned.forget_recordings()
+
+    def _forget_gone(self) -> None:
+        """States that stood on what is gone cannot come back."""
+        gone = set(self._gone)
+        self._gone -= gone
+        for state in self.states[1:]:
+            if state.description.keys() & gone or any(memory.expired() for memory in state.memory):
+                self._forget(state)
+        for key in gone:
+            if (owner := self._owners.get(key)) is not None and owner() is None:
+                del self._owners[key]
+
+    def snapshot(self) -> Snapshot:
+        """What the module holds, before a call that may write into it. After `compare` only."""
+        view = self._view
+        return Snapshot(self._read()[0] if view is None else view)
 
     def moved(self) -> bool:
         """Whether the module differs from what was compared last, inside a call too."""
-        return self._known is None or self._known.first_change() is not None
+        view = self._view
+        return view is None or not (view.is_same() and view.weights_stayed())
 
-    def wrote(self, place: str) -> bool:
-        """Whether it is the forward itself that writes there."""
-        return place in self._written
+    def accept(self) -> tuple[list[str], list[str]]:
+        """Take over what a forward wrote itself; returns where, and where it wrote before, too.
 
-    def accept(self, changes: list[str]) -> list[str]:
-        """Take over what a forward wrote itself; returns what it has written more than once."""
-        repeated = [place for place in changes if place in self._written]
-        self._written.update(changes)
-        if changes:
-            self._take_over()
-        return repeated
+        Recordings that were made before stay right where its memo tables only grew.
+        """
+        view = self._view
+        if view is not None and view.is_same() and view.weights_stayed():
+            return [], []
+        view, found = self._read()
+        changes = self._differences(view, found)
+        places = [place for place, _ in changes]
+        repeated = [place for place in places if place in self._written]
+        self._written.update(places)
+        if places:
+            self._take_over(view, found, all(grew for _, grew in changes))
+        return places, repeated
+
+    def _take_over(self, view: View, found: dict[Any, Any], grew: bool) -> None:
+        """What has changed is the forward's own doing: in all states the same."""
+        before = dict(self.now.description)
+        changed = [key for key in {**before, **found} if before.get(key) != found.get(key)]
+        for state in self.states:
+            for key in changed:
+                if state.description.get(key) == before.get(key):
+                    state.description[key] = found.get(key)
+                    if key not in found:
+                        del state.description[key]
+            if not grew:
+                state.owned.forget_recordings()
+        self.now.description = found
+        self.now.memory = _memory(view)
+        self.now.blocker = view.blocker or blocker(self._module, self._device)
 
     def needs_grad(self, tensors: list[torch.Tensor]) -> bool:
-        return self._needs_grad or any(t.requires_grad for t in tensors)
+        view = self._view
+        weights = self._module.parameters() if view is None else view.tensors()
+        return any(t.requires_grad for t in (*tensors, *weights))
 
-    def tensors(self) -> list[torch.Tensor]:
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Tensors of the module that a forward may write."""
+        view = self._view
+        found = self._module.buffers() if view is None else view.tensors()
+        return [t for t in found if not isinstance(t, torch.nn.Parameter)]
+
+    def weights(self) -> list[torch.Tensor]:
         return [*self._module.parameters(), *self._module.buffers()]
+
+
+def _memory(view: View) -> list[StorageWeakRef]:
+    """Weak references to what its tensors lie in; one to a tensor would forbid `swap_tensors`."""
+    storages = {id(t): t.untyped_storage() for t in view.tensors()}
+    return list(map(StorageWeakRef, storages.values()))

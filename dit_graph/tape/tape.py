@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,16 +131,32 @@ class Tape:
     unrestartable: str = ""
     effects: str = ""  # This is why the forward must not run twice for one call, if it must not.
     draws: bool = False  # It draws from a default generator.
+    moves_early: bool = False  # It moves what outlives the call before a step of the user's own.
     compared: bool = False  # A replay of it was compared with an eager call, bit for bit.
     generation: Any = None
 
-    def run(self, undo: "Undo") -> None:
-        """Replay. Raises GuardMismatch or BreakResultChanged with `undo` ready to roll back."""
+    def run(self, undo: "Undo", check: Callable[[], None]) -> None:
+        """Replay. Raises GuardMismatch or BreakResultChanged with `undo` ready to roll back.
+
+        Args:
+            check: raises where the recording is not to answer after all. Called before the first
+                step that runs the user's own code, or at the end, while the device works.
+        """
         for guard in self.guards:
             guard.check()
         undo.take(self.saved, self.random_before_guard)
-        for step in self.steps:
+        for step in self.steps[: self._users_first]:
             step()
+        check()
+        for step in self.steps[self._users_first :]:
+            step()
+
+    @cached_property
+    def _users_first(self) -> int:
+        """The first step that runs code of the user's, which may do anything."""
+        steps = enumerate(self.steps)
+        marked = (i for i, s in steps if isinstance(s, WholeCall) or getattr(s, "marked", False))
+        return next(marked, len(self.steps))
 
     def result(self, given: list[torch.Tensor]) -> Any:
         """What the caller gets: clones, or views of its own arguments, as it was recorded."""

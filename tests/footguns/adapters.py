@@ -66,7 +66,7 @@ def a_lora_is_fused(machine: Machine) -> None:
     never_eager(pair)
 
 
-@row(without=rules.nothing_is_retired)
+@row(without=rules.states_share_their_recordings)
 def a_lora_is_loaded(machine: Machine) -> None:
     """A LoRA that is loaded has no effect."""
     for name in ("flux", "sd3", "wan"):
@@ -103,7 +103,7 @@ def an_adapter_switch_that_fails(machine: Machine) -> None:
     never_eager(pair)
 
 
-@row(without=rules.no_picture_begins, says="the picture differs")
+@row(without=rules.moved_weights_unseen)
 def weights_are_swapped(machine: Machine) -> None:
     """Weights are swapped while they are in use."""
     pair = with_lora(machine)

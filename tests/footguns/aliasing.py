@@ -2,7 +2,6 @@
 
 import gc
 import random
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from tests.footguns.case import (
     x_only,
 )
 from tests.pair import Machine, Pair
-from tests.toys import Toy, rows
+from tests.toys import Toy, Unseen, rows
 
 
 def attention(pure: bool = True) -> Any:
@@ -82,10 +81,10 @@ def results_of_a_break_are_gone(machine: Machine) -> None:
 @row(without=rules.survivors_unseen)
 def a_workspace_first_made_under_capture(machine: Machine) -> None:
     """A workspace first made while recording takes a block that earlier work still writes."""
-    tables: dict[int, Any] = defaultdict(dict)
+    aside = Unseen()
 
     def body(m: Any, x: Any) -> Any:
-        table = tables[id(m)]
+        table = aside.dict.setdefault(id(m), {})
         table["calls"] = table.get("calls", 0) + 1
         h = m.linear(x)
         if table["calls"] >= 2 and "peak" not in table:  # the second call is the recorded one
@@ -96,7 +95,7 @@ def a_workspace_first_made_under_capture(machine: Machine) -> None:
     for seed in range(8):
         pair(rows(seed))
     assert pair.replays >= 3
-    assert torch.equal(*(tables[id(m)]["peak"] for m in (pair.graphed, pair.eager)))
+    assert torch.equal(*(aside.dict[id(m)]["peak"] for m in (pair.graphed, pair.eager)))
 
 
 @row(without=rules.addresses_unseen)

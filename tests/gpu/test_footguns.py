@@ -13,7 +13,7 @@ from dit_graph import break_graph, eager_on_graph
 from dit_graph.devices import cuda
 from tests.gpu.test_cuda import CUDA, block
 from tests.pair import PLAIN, Machine
-from tests.toys import Module, rows
+from tests.toys import Module, Unseen, rows
 
 
 def poison() -> list[torch.Tensor]:
@@ -137,14 +137,15 @@ def test_one_entry_on_two_streams() -> None:
 
 # a kernel whose launch depends on what it was given
 def test_verification_finds_what_a_launch_has_frozen(machine: Machine) -> None:
-    frozen: list[float] = []
+    aside = Unseen()
+    aside.dict["live"] = iter(float(i) for i in range(100))
 
     def kernel(x: torch.Tensor) -> torch.Tensor:  # stands for a kernel's own host-side choice
+        frozen, live = aside.list, aside.dict["live"]
         if torch.cuda.is_current_stream_capturing() or not frozen:
             frozen[:] = [float(sum(map(ord, "host")))]
         return x * (frozen[0] if torch.cuda.is_current_stream_capturing() else next(live))
 
-    live = iter(float(i) for i in range(100))
     module = Module(lambda m, x: kernel(m.linear(x))).to(CUDA)
     handle = dit_graph.enable(module, gate="always")
     for i in range(5):
@@ -189,11 +190,12 @@ def test_a_change_gives_the_old_memory_back_first() -> None:
     x = torch.randn(8192, 1024, device=CUDA)
     handle = dit_graph.enable(module, **PLAIN)
     held = []
-    for i in range(4):
+    for _ in range(4):
         for _ in range(3):
             module(x)
         held.append(handle.pool_on(torch.device(CUDA)).bytes)
-        module.setting = i
+        linear = next(m for m in module.modules() if isinstance(m, torch.nn.Linear))
+        linear.weight = torch.nn.Parameter(linear.weight.clone(), requires_grad=False)
         module(x)
         assert handle.pool_on(torch.device(CUDA)).bytes == 0
     assert max(held) <= min(held) + (4 << 20)

@@ -70,7 +70,14 @@ def test_a_pipeline_draws_the_same_pictures() -> None:
     for seed, size in enumerate([(16, 16), (16, 24), (24, 16), (16, 16)]):
         assert torch.equal(draw(pipe, seed, size=size), draw(eager, seed, size=size))
     stats = handle.stats()
-    assert stats == {"calls": 16, "cold": 2, "captures": 2, "replays": 12, "eager": {}}
+    assert stats == {
+        "calls": 16,
+        "cold": 2,
+        "captures": 2,
+        "replays": 12,
+        "dropped": 0,
+        "eager": {},
+    }
 
 
 def test_sizes_of_equal_packed_shape_stay_apart() -> None:
@@ -391,7 +398,14 @@ def test_warmup_leaves_everything_as_it_was(caplog: Any) -> None:
     assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(11)))
     assert pipe.scheduler is scheduler and "set_timesteps" in scheduler.__dict__
     assert pipe._progress_bar_config == {"disable": True}
-    assert handle.stats() == {"calls": 6, "cold": 3, "captures": 3, "replays": 0, "eager": {}}
+    assert handle.stats() == {
+        "calls": 6,
+        "cold": 3,
+        "captures": 3,
+        "replays": 0,
+        "dropped": 0,
+        "eager": {},
+    }
     runner = handle.installs["transformer"].runner
     named = [dict(part.split() for part in e.label.split(", ")) for e in runner.entries.values()]
     assert [one["hidden_states"].split("x")[1] for one in named] == ["144", "96", "64"]

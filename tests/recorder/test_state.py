@@ -16,9 +16,11 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dit_graph
-from dit_graph.state.fingerprint import Fingerprint
+from dit_graph.call.key import Signature
+from dit_graph.runner.proof import Proof
+from dit_graph.tape.tape import Tape
 from tests.pair import Machine, Pair
-from tests.toys import Module, rows
+from tests.toys import Module, rows, watched
 
 
 class Scale:
@@ -325,7 +327,7 @@ def test_a_global_hook(machine: Machine, when: str) -> None:
     assert pair.replays == 2
 
 
-# ---- the fingerprint alone
+# ---- the watcher alone
 
 
 def module_with(**attributes: Any) -> Any:
@@ -336,10 +338,15 @@ def test_only_a_memo_table_may_grow() -> None:
     module = module_with(memo={"a": 1}, items=[1], helper=Scale(), part=functools.partial(times))
 
     def grew(change: Any) -> bool:
-        before = Fingerprint(module)
+        """Whether recordings made before the forward wrote this stay."""
+        state = watched(module)
+        entry = state.now.owned.new(call.key, Proof())
+        entry.tapes.append(Tape())
         change()
-        return before.only_grew()
+        state.accept()
+        return bool(state.now.owned.recorded)
 
+    call = Signature(module.forward).bind((), {})
     assert grew(lambda: None)
     assert grew(lambda: module.memo.update(b=2))
     assert grew(lambda: module.memo.setdefault("deep", {}))
@@ -352,7 +359,7 @@ def test_only_a_memo_table_may_grow() -> None:
     assert not grew(lambda: module.part.keywords.update(scale=1))
     assert not grew(lambda: module.register_buffer("late", torch.zeros(1)))
     assert not grew(lambda: module.linear.register_forward_hook(print))
-    assert not grew(lambda: (module.memo.update(e=2), module.linear.weight.requires_grad_(True)))
+    assert not grew(lambda: (module.memo.update(e=2), setattr(module, "other", 1)))
 
 
 def test_everything_is_put_back() -> None:
@@ -362,18 +369,16 @@ def test_everything_is_put_back() -> None:
     module = module_with(
         slotted=Slotted(), past=deque([1, 2], maxlen=3), array=np.ones(2), own=Own(), names={"a"}
     )
-    before = Fingerprint(module)
+    state = watched(module)
+    before = state.snapshot()
     module.slotted.factor, module.slotted.unset = 2.0, 1
     module.past += [3, 4]
     module.array[:] = 7
     Own.table, Own.added = 2, 1  # type: ignore[attr-defined]
     module.names.add("b")
     module.own.__class__ = Tripled
-    assert {"own.__class__", "slotted.factor", "slotted.unset", "Own.table", "Own.added"} <= set(
-        before.changes()
-    )
     before.restore()
-    assert before.first_change() is None
+    assert state.compare() == ""
     assert module.slotted.factor == 1.0 and not hasattr(module.slotted, "unset")
     assert list(module.past) == [1, 2] and module.past.maxlen == 3
     assert module.array.tolist() == [1.0, 1.0] and module.names == {"a"}
@@ -382,14 +387,14 @@ def test_everything_is_put_back() -> None:
 
 def test_other_objects_of_the_same_value_are_no_change() -> None:
     module = module_with(factor=float("1.5"), name="".join(["a", "b"]), scalar=np.float32(2))
-    before = Fingerprint(module)
+    state = watched(module)
     for _ in range(2):
         module.factor, module.name, module.scalar = float("1.5"), "".join("ab"), np.float32(2)
-        assert before.first_change() is None
+        assert state.compare() == ""
     module.__dict__.update(name=module.__dict__.pop("name"))  # another order of attributes
-    assert before.first_change() is None and before._identical()
+    assert state.compare() == "" and not state.moved()
     module.scalar = np.float32(3)
-    assert before.first_change() == "scalar"
+    assert state.compare() == "scalar"
 
 
 def test_what_is_not_looked_into() -> None:
@@ -399,10 +404,10 @@ def test_what_is_not_looked_into() -> None:
     module = module_with(
         log=Elsewhere(logging.getLogger("a"), {}), lock=threading.Lock(), file=io.StringIO("text")
     )
-    before = Fingerprint(module)
-    assert before.blocker is None
+    state = watched(module)
+    assert state.blocker is None
     module.log.extra = {"a": 1}
-    assert before.first_change() is None
+    assert state.compare() == ""
 
 
 def test_methods_that_are_descriptors_stay_the_same(machine: Machine) -> None:
@@ -435,10 +440,11 @@ def test_the_memory_of_a_wrapped_weight_is_compared() -> None:
         return nn.Parameter(TwoTensor(torch.full((8,), value), torch.ones(8)), requires_grad=False)
 
     module = module_with(scale=wrapped(1.0))
-    before = Fingerprint(module)
-    assert before.first_change() is None
+    state = watched(module)
+    assert state.compare() == ""
     torch.utils.swap_tensors(module.scale, wrapped(2.0))  # as `to` does it; the object stays
-    assert before.first_change() == "storage of a parameter, buffer or tensor attribute"
+    assert not state.may_wait
+    assert state.compare() == "storage of a parameter, buffer or tensor attribute"
 
 
 @pytest.mark.parametrize(
@@ -457,9 +463,9 @@ def test_a_class_that_is_only_looked_at_stays_the_same() -> None:
         pass
 
     module = module_with(helper=Bare())
-    before = Fingerprint(module)
+    state = watched(module)
     assert Bare.__annotations__ == {}  # makes the dict
-    assert before.first_change() is None
+    assert state.compare() == ""
 
 
 def test_a_forward_replaced_on_the_class_is_seen(machine: Machine) -> None:
@@ -490,7 +496,6 @@ def test_a_forward_replaced_on_a_library_class_is_seen(machine: Machine, monkeyp
     for i in range(4):
         pair(rows(i))
     assert pair.replays == 4, pair.handle.report()
-    assert Fingerprint(pair.graphed).first_change() is None
-    before = Fingerprint(pair.graphed)
+    state = watched(pair.graphed)
     monkeypatch.undo()
-    assert before.first_change() == "ReLU.forward"
+    assert state.compare() == "ReLU.forward"

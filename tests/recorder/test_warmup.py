@@ -22,6 +22,7 @@ from tests.families import FAMILIES
 from tests.pair import Machine
 from tests.recorder.test_denoise import OPTIONS, flux_pipeline
 from tests.shared.prefill.models import two
+from tests.toys import Unseen
 
 UNSAID = "not recorded by warmup"
 
@@ -94,7 +95,14 @@ def test_an_expert_that_is_called_once_in_two_steps(sizes: Any, caplog: Any) -> 
     assert pipe.scheduler is scheduler and pipe._progress_bar_config == {"disable": True}
     stats = handle.stats()
     each = 2 * len(sizes)  # of two experts
-    assert stats == {"calls": 2 * each, "cold": each, "captures": each, "replays": 0, "eager": {}}
+    assert stats == {
+        "calls": 2 * each,
+        "cold": each,
+        "captures": each,
+        "replays": 0,
+        "dropped": 0,
+        "eager": {},
+    }
     for size in sizes:
         picture = drawn(pipe, size, 5, **wan_arguments())
         assert torch.equal(picture, drawn(eager, size, 5, **wan_arguments()))
@@ -113,7 +121,7 @@ def test_image_to_image_at_a_low_strength(strength: float, caplog: Any) -> None:
         handle.warmup(sizes=[(16, 16)], **img2img_arguments(strength))
     assert not warnings(caplog)
     stats = handle.stats()
-    assert stats == {"calls": 2, "cold": 1, "captures": 1, "replays": 0, "eager": {}}
+    assert stats == {"calls": 2, "cold": 1, "captures": 1, "replays": 0, "dropped": 0, "eager": {}}
     picture = drawn(pipe, (16, 16), 20, **img2img_arguments(strength))
     assert torch.equal(picture, drawn(eager, (16, 16), 20, **img2img_arguments(strength)))
     assert replayed_wholly(handle, stats), handle.report()
@@ -200,11 +208,11 @@ def test_a_bare_module_that_cannot_be_recorded_is_named(caplog: Any) -> None:
 def test_a_bare_module_that_settles_late_is_recorded(caplog: Any) -> None:
     class Late(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if len(made) < 3:  # a cache of its own, outside of the module
-                made.append(x * 2)
+            if len(made.list) < 3:  # a cache of its own, outside of the module
+                made.list.append(x * 2)
             return x * 2
 
-    made: list[torch.Tensor] = []
+    made = Unseen()
     module = Late()
     handle = dit_graph.enable(module, **OPTIONS)
     with caplog.at_level(logging.WARNING):
@@ -246,7 +254,7 @@ def test_a_value_that_is_another_at_every_call_is_named(caplog: Any) -> None:
     assert any("Linear: extra_key is another value at every call" in line for line in said), said
 
 
-def test_a_signature_that_stays_cold_is_named_with_its_state(caplog: Any) -> None:
+def test_a_module_whose_state_changes_at_every_call_is_named(caplog: Any) -> None:
     module = torch.nn.Linear(4, 4)
     handle = dit_graph.enable(module, **OPTIONS)
 
@@ -257,7 +265,9 @@ def test_a_signature_that_stays_cold_is_named_with_its_state(caplog: Any) -> Non
     with caplog.at_level(logging.WARNING):
         record_all(handle.installs.values(), [another_module])
     said = [line for line in warnings(caplog) if UNSAID in line]
-    assert f"dit_graph: {UNSAID}: Linear: cold after 4 calls (signature input 2x4)" in said, said
+    assert (
+        f"dit_graph: {UNSAID}: Linear: Python state changes at every call: weight (1x)" in said
+    ), said
 
 
 def test_what_made_room_is_named_and_not_tried_again(caplog: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from diffusers.hooks import HookRegistry
 
 from dit_graph.state import libraries
-from dit_graph.state.fingerprint import Fingerprint
+from tests.toys import watched
 
 ROOT = Path(__file__).parents[2]
 LOADED = "sorted({'diffusers', 'transformers', 'accelerate', 'peft'} & sys.modules.keys())"
@@ -62,7 +62,7 @@ def test_a_module_of_ones_own_needs_no_diffusers() -> None:
     imported, by_capture, works, at_last = printed(A_MODULE)
     assert imported == "[]" and at_last == "[]"
     assert by_capture == "[]", "an import in a capture would be recorded with it"
-    counts = "'calls': 5, 'cold': 2, 'captures': 2, 'replays': 1, 'eager': {}"
+    counts = "'calls': 5, 'cold': 2, 'captures': 2, 'replays': 1, 'dropped': 0, 'eager': {}"
     assert works == f"{{{counts}}} True True"
 
 
@@ -88,11 +88,11 @@ def test_a_class_is_where_it_is_looked_for(named: libraries.Named, cls: type) ->
 def test_a_pipeline_that_a_module_holds_is_not_looked_into() -> None:
     module = torch.nn.Linear(2, 2)
     module.pipe = diffusers.DiffusionPipeline()
-    known = Fingerprint(module)
+    state = watched(module)
     module.pipe.set_progress_bar_config(disable=True)
-    assert known.first_change() is None
+    assert state.compare() == ""
     module.more = 1
-    assert known.first_change() is not None
+    assert state.compare() == "more"
 
 
 def test_a_module_that_is_not_imported_has_no_instances() -> None:

@@ -21,9 +21,9 @@ from dit_graph.config import GraphConfig
 from dit_graph.errors import CaptureError
 from dit_graph.runner.entry import MAX_ATTEMPTS, PAUSE, Entry
 from dit_graph.slot import Slot
-from dit_graph.state.fingerprint import Fingerprint
 from dit_graph.tape.guards import DeviceNumber, matches, same
 from dit_graph.tape.tape import Tape
+from tests.toys import watched
 
 
 def forward(x: Any, y: Any = None, *rest: Any, scale: float = 1.0, **kw: Any) -> None: ...
@@ -286,7 +286,7 @@ def test_a_buried_slot_passes_through() -> None:
     assert thing.method(1) == 4
 
 
-def test_fingerprint_sees_state_by_place() -> None:
+def test_a_change_of_state_is_named_by_place() -> None:
     class Helper:
         def __init__(self) -> None:
             self.scale = [1.0]
@@ -294,18 +294,18 @@ def test_fingerprint_sees_state_by_place() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module.helper, module.flag, module.memo = Helper(), True, {"a": (1, 2)}
 
-    def change_of(change: Any) -> Any:
-        before = Fingerprint(module)
+    def change_of(change: Any) -> str:
+        state = watched(module)
         change()
-        return before.first_change()
+        return state.compare()
 
-    assert change_of(lambda: None) is None
-    assert change_of(lambda: module[0].weight.data.mul_(2)) is None, "in place: same storage"
+    assert change_of(lambda: None) == ""
+    assert change_of(lambda: module[0].weight.data.mul_(2)) == "", "in place: same storage"
     assert change_of(lambda: module.helper.scale.__setitem__(0, 2.0)) == "helper.scale[0]"
     assert change_of(lambda: setattr(module, "flag", False)) == "flag"
     assert change_of(lambda: setattr(module, "flag", 0)) == "flag", "0 is not False"
     assert change_of(lambda: module.memo.update(b=1)) == "memo.b"
-    assert change_of(lambda: module.memo.pop("b")) == "memo (something was removed)"
+    assert change_of(lambda: module.memo.pop("b")) == "memo.b"
     assert change_of(lambda: setattr(module[1], "training", False)) == "1.training"
     assert change_of(lambda: module.__setitem__(1, nn.Linear(2, 2))) == "1"
     assert change_of(lambda: module.half()) == "storage of a parameter, buffer or tensor attribute"
@@ -316,17 +316,18 @@ def test_fingerprint_sees_state_by_place() -> None:
     )
 
 
-def test_fingerprint_restores() -> None:
+def test_a_snapshot_puts_back() -> None:
     module = nn.Linear(2, 2)
     module.items, module.table, module.count = [1], {"a": 1}, 0
-    before = Fingerprint(module)
+    state = watched(module)
+    before = state.snapshot()
     module.items.append(2)
     module.table["b"] = 2
     module.count = 5
     module.new = 3
     before.restore()
     assert (module.items, module.table, module.count) == ([1], {"a": 1}, 0)
-    assert not hasattr(module, "new") and before.first_change() is None
+    assert not hasattr(module, "new") and state.compare() == ""
 
 
 def test_public_names() -> None:

@@ -43,9 +43,10 @@ def test_failures_are_told_by_name_and_once(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_counters_are_summed() -> None:
-    one = {"calls": 3, "cold": 1, "captures": 1, "replays": 0, "eager": {"why": 1}}
+    one = {"calls": 3, "cold": 1, "captures": 1, "replays": 0, "dropped": 0,
+           "eager": {"why": 1}}  # fmt: skip
     assert summed([one, one | {"eager": {}}]) == {
-        "calls": 6, "cold": 2, "captures": 2, "replays": 0, "eager": {"why": 1}
+        "calls": 6, "cold": 2, "captures": 2, "replays": 0, "dropped": 0, "eager": {"why": 1}
     }  # fmt: skip
     assert summed([])["calls"] == 0 and summed([])["eager"] == {}
 

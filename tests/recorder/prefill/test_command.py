@@ -58,7 +58,14 @@ def test_graphs_give_the_eager_text(capsys: pytest.CaptureFixture[str], backend:
         assert (found["stats"]["replays"] > 0) == (backend != "eager")
     plain = report(capsys, *PROMPTS, "--max-new-tokens", 8, "--no-graph")
     assert plain["texts"] == found["texts"]
-    assert plain["stats"] == {"calls": 0, "cold": 0, "captures": 0, "replays": 0, "eager": {}}
+    assert plain["stats"] == {
+        "calls": 0,
+        "cold": 0,
+        "captures": 0,
+        "replays": 0,
+        "dropped": 0,
+        "eager": {},
+    }
 
 
 def test_prompts_of_one_bucket_share_a_recording(capsys: pytest.CaptureFixture[str]) -> None:

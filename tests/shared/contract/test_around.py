@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dit_graph
 from dit_graph import eager_on_graph
 from tests.pair import Machine
-from tests.toys import Module, rows, run
+from tests.toys import Module, Unseen, rows, run
 
 
 class Doubled(TorchFunctionMode):
@@ -155,9 +155,9 @@ def test_nothing_is_collected_while_a_segment_is_open(machine: Machine) -> None:
             self.itself = self
 
         def __del__(self) -> None:
-            seen.append(dit_graph.breaks.capturing() and open_segments() > 0)
+            aside.list.append(dit_graph.breaks.capturing() and open_segments() > 0)
 
-    seen: list[bool] = []
+    aside = Unseen()
 
     def open_segments() -> int:
         capture: Any = dit_graph.breaks.local.capture
@@ -178,7 +178,7 @@ def test_nothing_is_collected_while_a_segment_is_open(machine: Machine) -> None:
         assert run(machine, body, [rows(i) for i in range(4)]).replays == 2
     finally:
         gc.set_threshold(*threshold)
-    assert seen and not any(seen)
+    assert aside.list and not any(aside.list)
 
 
 def test_collection_stays_off_until_the_last_segment_is_closed(

@@ -22,7 +22,7 @@ def test_every_backend_gives_eagers_bits(machine: Machine, backend: str) -> None
     if backend == "eager":
         assert stats["eager"] == {"backend eager": 12}
     else:
-        expected = {"calls": 12, "cold": 3, "captures": 3, "replays": 6, "eager": {}}
+        expected = {"calls": 12, "cold": 3, "captures": 3, "replays": 6, "dropped": 0, "eager": {}}
         assert stats == expected
 
 

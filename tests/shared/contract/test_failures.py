@@ -9,7 +9,7 @@ import torch
 import dit_graph
 from dit_graph import eager_on_graph
 from tests.pair import PLAIN, Machine, torchs
-from tests.toys import Module, reads_host, rows, run
+from tests.toys import Module, Unseen, reads_host, rows, run
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last", "break"])
@@ -128,20 +128,20 @@ def test_a_replay_that_always_fails_is_given_up(machine: Machine) -> None:
 
 
 def test_an_error_of_the_forwards_own_while_it_is_recorded(machine: Machine) -> None:
-    cancelled = [False]
+    aside = Unseen()
 
     def body(m: Any, x: Any) -> Any:
-        if cancelled[0]:
+        if aside.list:
             raise InterruptedError("cancelled")
         return m.linear(x)
 
     pair = machine.pair(Module(body))
     pair(rows(0).to(machine.on))
     for _ in range(2):
-        cancelled[0] = True
+        aside.list.append(1)
         with pytest.raises(InterruptedError, match="cancelled"):
             pair.graphed(rows(1).to(machine.on))
-        cancelled[0] = False
+        aside.list.clear()
         pair(rows(0).to(machine.on))  # cold again
     assert sum(pair.stats["eager"].values()) == 2
     for i in range(4):
@@ -152,12 +152,12 @@ def test_an_error_of_the_forwards_own_while_it_is_recorded(machine: Machine) -> 
 @pytest.mark.parametrize("options", [{}, {"on_failure": "raise"}])
 def test_an_error_of_torchs_while_it_is_recorded(machine: Machine, options: Any) -> None:
     """Two shapes that do not go together, once: it says nothing of the recording."""
-    wrong = [False]
-    body = lambda m, x: m.linear(x) @ torch.ones(3 if wrong[0] else 8, 3, device=x.device)
+    aside = Unseen()
+    body = lambda m, x: m.linear(x) @ torch.ones(3 if aside.list else 8, 3, device=x.device)
     pair = machine.pair(Module(body), **options)
     for i in range(6):
-        wrong[0] = i == 1
-        if not wrong[0]:
+        aside.list[:] = [1] * (i == 1)
+        if not aside.list:
             pair(rows(i).to(machine.on))
             continue
         with pytest.raises(RuntimeError, match="shape"):

@@ -9,7 +9,7 @@ import torch
 
 import dit_graph
 from tests.pair import PLAIN, Machine
-from tests.toys import Module, plain, rows
+from tests.toys import Module, Unseen, plain, rows
 
 
 def test_verification_leaves_a_generator_alone_that_the_forward_does_not_use(
@@ -34,11 +34,11 @@ def test_verification_leaves_a_generator_alone_that_the_forward_does_not_use(
 
 def test_another_threads_draws_do_not_block_a_key(machine: Machine) -> None:
     module = Module(lambda m, x: m.linear(x))
-    calls = []
+    aside = Unseen()
 
     def body(m: Any, x: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
+        aside.list.append(1)
+        if len(aside.list) == 1:
             random.random()  # stands for another thread, once
         return m.linear(x)
 
@@ -52,11 +52,12 @@ def test_another_threads_draws_do_not_block_a_key(machine: Machine) -> None:
 
 def test_eager_stays_as_it_was_when_a_capture_is_interrupted(machine: Machine) -> None:
     """Control-C inside a recording: the error comes through, the next call records."""
-    stop = []
+    aside = Unseen()
+    stop = aside.list
 
     def body(m: Any, x: Any) -> Any:
         h = m.linear(x)
-        if stop and dit_graph.breaks.capturing():
+        if aside.list and dit_graph.breaks.capturing():
             raise KeyboardInterrupt
         return h
 

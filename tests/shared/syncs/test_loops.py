@@ -15,7 +15,38 @@ from tests.recorder.test_denoise import draw, flux_pipeline
 from tests.shared.syncs.pictures import BOTH, STEPS, dit, dit_picture
 
 
-@pytest.mark.parametrize("removed", [True, ("timesteps",), ("step",), False], ids=str)
+class OwnScheduler(DDIMScheduler):
+    """Nobody has shown that it gives the same bits."""
+
+
+class OwnLoop(DiTPipeline):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def test_by_default_where_it_was_shown_and_off_by_name_elsewhere(machine: Machine) -> None:
+    def drawn(pipe: Any, **options: Any) -> dict[str, int]:
+        eager = dit_picture(pipe)
+        with dit_graph.enable(pipe, device=machine.device, **options) as handle:
+            assert torch.equal(dit_picture(pipe), eager)
+            removed: dict[str, int] = handle.pictures.syncs_removed
+            assert all(what in handle.report() for what in removed)
+        return removed
+
+    said = "step given the host's timestep"
+    pipe = dit(machine)
+    assert drawn(pipe)[said] == STEPS and drawn(pipe, remove_syncs=False) == {}
+    pipe.scheduler = OwnScheduler()
+    assert drawn(pipe) == {"off: OwnScheduler was not shown to give the same bits": 1}
+    assert drawn(pipe, remove_syncs=True)[said] == STEPS
+    own = OwnLoop(**dit(machine).components)
+    own.set_progress_bar_config(disable=True)
+    assert drawn(own) == {"off: the loop of OwnLoop is not one of diffusers'": 1}
+    module = FAMILIES["dit"].build().to(machine.on)
+    assert dit_graph.enable(module, device=machine.device).report()
+
+
+@pytest.mark.parametrize("removed", [True, "auto", ("timesteps",), ("step",), False], ids=str)
 def test_pictures_stay_the_same(machine: Machine, removed: Any) -> None:
     pipe, eager = dit(machine), dit(machine)
     handle = dit_graph.enable(pipe, device=machine.device, remove_syncs=removed)
@@ -58,7 +89,7 @@ def test_the_counts_outlive_a_warm_up_and_disable(machine: Machine) -> None:
         for wrong in ((16, 16), [(16,)]):
             with pytest.raises(dit_graph.ConfigError, match="pairs"):
                 handle.warmup(sizes=wrong, **more)
-        with pytest.raises(dit_graph.AlreadyEnabled, match="remove_syncs=True, not False"):
+        with pytest.raises(dit_graph.AlreadyEnabled, match="remove_syncs=True, not 'auto'"):
             dit_graph.enable(pipe, device=machine.device)
     assert handle.pictures.syncs_removed[said] == 2 * before
 
@@ -197,7 +228,7 @@ def test_one_of_two_that_share_a_scheduler_did_not_ask(machine: Machine) -> None
     first, second = flux_pipeline().to(machine.on), flux_pipeline().to(machine.on)
     second.scheduler = first.scheduler
     a = dit_graph.enable(first, device=machine.device, remove_syncs=True)
-    b = dit_graph.enable(second, device=machine.device)
+    b = dit_graph.enable(second, device=machine.device, remove_syncs=False)
     draw(first)
     counted = a.pictures.syncs_removed
     eager = flux_pipeline().to(machine.on)

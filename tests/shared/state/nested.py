@@ -1,0 +1,5 @@
+"""A Python module that holds another one, as packages hold theirs."""
+
+from tests.shared.state import settings
+
+deeper = settings
