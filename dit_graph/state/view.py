@@ -6,11 +6,9 @@ view keeps no weights alive; `watcher.py` throws it away when one of them goes, 
 can come again.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import chain, compress
 from operator import call, is_, itemgetter
-from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -18,54 +16,14 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dit_graph.state.describe import NOT_IN_A_FORWARD, Node, Same, Visitor
-from dit_graph.state.places import Attributes, ClassAttributes, Place, same_array
+from dit_graph.state.contents import Visitor
+from dit_graph.state.describe import Node
+from dit_graph.state.places import Place, same_array
+from dit_graph.state.values import Same
+from dit_graph.state.watched import PLAIN, WRAPPER, Watched, in_order, kind_of, members_now
 
-_MORTAL, _KEPT, _PLAIN, _WRAPPER = range(4)  # what a member of a container is
 _REPLACED = object()
 STORAGE = "storage of a parameter, buffer or tensor attribute"
-
-
-class _Watched:
-    """What hangs on one module or class, sorted by how it is compared."""
-
-    def __init__(self, node: Node) -> None:
-        self.named: list[tuple[Any, tuple[str, ...]]] = []  # dicts whose order says nothing
-        self.listed: list[Any] = []  # what has members in an order
-        self.empty: list[Any] = []
-        self.asked: list[tuple[Any, Any]] = []  # what has to be asked for its members, and they
-        self.with_tensors: list[Any] = []  # of both
-        self._kept: list[Any] = []
-        direct: set[int] = set()  # the tensors in these, by id
-        for place in node.places:
-            held = place.container
-            if isinstance(held, ClassAttributes):
-                held = held.read()
-            if isinstance(held, (Attributes, np.ndarray)):
-                self.asked.append((held, _read(held)))
-            elif not held:
-                self.empty.append(held)
-            elif not place.ordered and len(names := _names(held)) > 1:
-                self.named.append((held, names))
-                self._note(held, direct)
-            else:
-                self.listed.append(held)
-                self._note(held, direct)
-        owner = node.owner()
-        self.modules = [] if isinstance(owner, type) else [node.owner]
-        self.objects = node.objects
-        # in tuples and closures, which are kept themselves
-        self.loose = [t for t in node.tensors if id(t) not in direct and _kind(t) == _PLAIN]
-        node.tensors = []
-
-    def _note(self, held: Any, direct: set[int]) -> None:
-        """Keep what is no module, class or tensor, so that its address is not another's."""
-        found = [(member, _kind(member)) for member in chain.from_iterable(_in_order(held))]
-        self._kept += [member for member, kind in found if kind == _KEPT]
-        tensors = [id(member) for member, kind in found if kind in (_PLAIN, _WRAPPER)]
-        direct.update(tensors)
-        if tensors:
-            self.with_tensors.append(_in_order(held)[-1])
 
 
 class View:
@@ -74,7 +32,7 @@ class View:
     def __init__(self, module: torch.nn.Module) -> None:
         self._root = id(module)
         self._visitors: dict[type, Visitor] = {}
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, Watched] = {}
         self.nodes: dict[int, Node] = {}
         self._read([("", module)])
 
@@ -83,7 +41,7 @@ class View:
         while todo:
             path, owner = todo.pop()
             self.nodes[id(owner)] = node = Node(owner, path, self._visitors)
-            self._watched[id(owner)] = _Watched(node)
+            self._watched[id(owner)] = Watched(node)
             found = reversed(node.found.items())
             todo += [(node.near[key], one) for key, one in found if key not in self.nodes]
             node.found = {}
@@ -152,7 +110,7 @@ class View:
         self._asked = [(key, *entry) for key, part in parts for entry in part.asked]
         self._named = [held for _, held, _ in named]
         self._getters = [getters[names] for *_, names in named]
-        self._listed = [_in_order(held) for _, held in listed]
+        self._listed = [in_order(held) for _, held in listed]
         self._owners = np.array([key for key, *_ in (*named, *listed)])
         self._sized: list[Any] = [held for _, held, *_ in (*named, *listed)]
         self._sizes = list(map(len, self._sized))
@@ -165,9 +123,9 @@ class View:
 
     def _flatten_tensors(self) -> None:
         self._with_tensors = [held for p in self._watched.values() for held in p.with_tensors]
-        kinds = list(map(_kind, chain.from_iterable(self._with_tensors)))
-        self._are_plain = [kind == _PLAIN for kind in kinds]
-        self._are_wrappers = [kind == _WRAPPER for kind in kinds]
+        kinds = list(map(kind_of, chain.from_iterable(self._with_tensors)))
+        self._are_plain = [kind == PLAIN for kind in kinds]
+        self._are_wrappers = [kind == WRAPPER for kind in kinds]
         self._has_wrappers = any(self._are_wrappers)
         self._loose = [t for part in self._watched.values() for t in part.loose]
         self._at = self._at_now()
@@ -232,7 +190,7 @@ class View:
             now == self._addresses
             and all(map(is_, self._classes_now(), self._classes))
             and all(map(is_, self._functions_now(), self._functions))
-            and all(_same_members(_read(held), before) for _, held, before in self._asked)
+            and all(_same_members(members_now(held), before) for _, held, before in self._asked)
             and self._look_alike()
         )
 
@@ -246,7 +204,7 @@ class View:
         of_entry = np.repeat(np.arange(len(same)), self._counts)[mask]
         found = set(self._owners[~same]) | set(self._owners[of_entry[differ]])
         found.update(key for key, held in zip(self._owners_of_empty, self._empty) if held)
-        found.update(k for k, held, was in self._asked if not _same_members(_read(held), was))
+        found.update(k for k, held, was in self._asked if not _same_members(members_now(held), was))
         classes = zip(self._owners_of_objects, self._classes_now(), self._classes)
         return found | {key for key, now, was in classes if now is not was}
 
@@ -263,33 +221,6 @@ class View:
 def _addresses(values: Iterable[Any], count: int) -> bytes:
     """The addresses of so many objects, which numpy gets several times faster than `id`."""
     return np.fromiter(values, dtype=object, count=count).tobytes()
-
-
-def _names(held: Any) -> tuple[str, ...]:
-    """The keys of a dict whose keys are all names, without those of a module that say nothing."""
-    if type(held) not in (dict, MappingProxyType) or set(map(type, held)) != {str}:
-        return ()
-    if "_non_persistent_buffers_set" not in held:
-        return tuple(held)
-    return tuple(key for key in held if key not in NOT_IN_A_FORWARD)
-
-
-def _in_order(held: Any) -> list[Any]:
-    """A container as what can be read through again and again, so as to see what is there then."""
-    kind = OrderedDict if isinstance(held, OrderedDict) else dict
-    return [kind.keys(held), kind.values(held)] if isinstance(held, kind) else [held]
-
-
-def _kind(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value):
-            return _WRAPPER
-        return _PLAIN if value.layout is torch.strided else _MORTAL
-    return _MORTAL if isinstance(value, (torch.nn.Module, type)) else _KEPT
-
-
-def _read(held: Any) -> Any:
-    return held.copy() if isinstance(held, np.ndarray) else held.read()
 
 
 def _same_members(now: Any, before: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dit_graph.state.blockers import blocker, global_hook, parallel
-from dit_graph.state.describe import differences
+from dit_graph.state.differences import differences
 from dit_graph.state.snapshot import Snapshot
 from dit_graph.state.view import STORAGE, View
 

@@ -22,8 +22,8 @@ from dit_graph.memory.pool import Pool
 from dit_graph.runner import entry
 from dit_graph.runner.entry import Decision, Entry
 from dit_graph.runner.replay import ReplayAction
-from dit_graph.state import blockers, view, watcher
-from dit_graph.state.describe import Node
+from dit_graph.state import blockers, view, watched, watcher
+from dit_graph.state.contents import Contents
 from dit_graph.state.view import View
 from dit_graph.state.watcher import StateWatcher
 from dit_graph.tape import tape
@@ -198,12 +198,12 @@ def undescribed(kinds: tuple[type, ...]) -> Switch:
     """Two values of one of these types are no change of the module's state."""
 
     def switch(patch: Patch) -> None:
-        real = Node._value
+        real = Contents._value
 
         def value(self: Any, path: str, value: Any, plain: bool = True) -> Any:
             return type(value) if type(value) in kinds else real(self, path, value, plain)
 
-        patch.setattr(Node, "_value", value)
+        patch.setattr(Contents, "_value", value)
 
     return switch
 
@@ -213,8 +213,11 @@ def tensors_unseen(kind: type) -> Switch:
 
     def switch(patch: Patch) -> None:
         undescribed((kind,))(patch)
-        real = view._kind
-        patch.setattr(view, "_kind", lambda v: view._MORTAL if type(v) is kind else real(v))
+        real = watched.kind_of
+        for where in (watched, view):
+            patch.setattr(
+                where, "kind_of", lambda v: watched.MORTAL if type(v) is kind else real(v)
+            )
 
     return switch
 
@@ -258,7 +261,7 @@ own_writes_unseen = replaced(StateWatcher, "accept", lambda self: ([], []))
 def step_caches_unseen(patch: Patch) -> None:
     """Neither the states of hooks nor tensors that outlive the call are looked for."""
     for way in ("_registry", "_partial"):
-        patch.setattr(Node, way, lambda *args: None)
+        patch.setattr(Contents, way, lambda *args: None)
     survivors_unseen(patch)
 
 
