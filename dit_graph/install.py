@@ -70,8 +70,11 @@ class Install:
             with breaks.answering(self._signature.arguments(args, kwargs)):
                 return self._slot.original(*args, **kwargs)
         assert self.runner is not None
-        for handle in self.handles:
-            handle.pictures.listen()  # the pipeline may have got another scheduler
+        try:
+            for handle in self.handles:
+                handle.pictures.listen()  # the pipeline may have got another scheduler
+        except Exception as error:  # an odd one: its pictures are drawn all the same
+            log.debug("dit_graph: the scheduler cannot be heard", exc_info=error)
         return self._answer(*args, **kwargs)
 
     def _unresolved(self) -> str:
