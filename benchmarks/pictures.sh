@@ -2,7 +2,8 @@
 # README's table: whole pictures of eight named real-size shapes, two sizes each. Eager and
 # breakable graphs, without and with `remove_syncs`, take turns in a process a model.
 #
-#     [NAME=pictures] [COMPARE=...] [IMAGES=N] [PATIENCE=300] benchmarks/pictures.sh FOLDER [MODEL...]
+#     [NAME=pictures] [COMPARE=...] [IMAGES=N] [PATIENCE=300] [LATENT=1] \
+#       benchmarks/pictures.sh FOLDER [MODEL...]
 #
 # writes FOLDER/NAME.json, NAME.md and, with matplotlib, NAME.png at the end. Until then each
 # model's own record lies in FOLDER/records, for benchmarks/pictures.py should the script be killed.
@@ -22,6 +23,7 @@ measure() { # MODEL IMAGES SIZES
   rm -f "$records/$1.json"
   timeout --signal=INT --kill-after=30 "${PATIENCE:-300}" "$python" -m dit_graph.bench \
     --model "$1" --sizes "$3" --images "${IMAGES:-$2}" --set-up here --output "$records/$1" \
+    ${LATENT:+--latent} \
     --compare "${COMPARE:-eager,breakable,breakable+remove-syncs}" < /dev/null > /dev/null
   local code=$?
   rm -f "$records/$1".{md,png}

@@ -15,6 +15,7 @@ OnFailure = Literal["eager", "raise"]
 Verify = Literal["first", "always", "off"]
 WhenFaster = Literal["measure", "always"]
 Sync = Literal["timesteps", "step"]
+Regions = Literal["auto", "off", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class GraphConfig:
             global; `arguments` are the call's by parameter name. Called at every call.
         breaks: `fnmatch` patterns of what stays eager: submodule paths, for example `("*.attn",)`,
             or torch functions by name, for example `("scaled_dot_product_attention",)`.
+        regions: `"auto"` records a module's blocks one by one where its forward cannot be recorded
+            as a whole (step caches, hooks on blocks, Python state), and goes back to one recording
+            where it can again; `"blocks"` never tries the whole; `"off"` leaves such calls eager.
+            Blocks are the elements of its outermost lists of one class.
         remove_syncs: what makes a loop wait for the device is taken out, from outside, until
             `disable`. `"auto"`: in diffusers' own pipelines with a scheduler whose pictures were
             shown to stay the same (31 are), and the report names what it is off for. True: in every
@@ -89,6 +94,7 @@ class GraphConfig:
     min_gain: float = 0.01
     memory_budget: int | str | None = "10%"
     extra_key: Callable[[Any, dict[str, Any]], Any] | None = None
+    regions: Regions = "auto"
     remove_syncs: bool | Literal["auto"] | tuple[Sync, ...] = "auto"
     max_variants: int = 8
     max_graphs: int = 64
@@ -115,6 +121,8 @@ class GraphConfig:
             if hint is bool and type(value) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
         self._set_syncs()
+        if self.regions == "blocks" and self.mode == "prefill":
+            raise ConfigError('regions="blocks" belongs to mode="denoise"')
         gain = self.min_gain
         if type(gain) not in (int, float) or not 0 <= gain < 1:
             raise ConfigError(f"min_gain must be a share from 0 to below 1, got {gain!r}")

@@ -107,7 +107,9 @@ class Handle:
         """`calls`, `cold`, `captures`, `replays` and `dropped` as ints, `eager` as reason → count.
 
         A dropped replay was launched while the module was in another state, and its call was
-        answered anew: it is counted there too.
+        answered anew: it is counted there too. A call that the regions answered is a replay where
+        at least one ran and all that ran were replayed. Where there are regions, `regions` has the
+        same counts of theirs.
         """
         return copy.deepcopy(self._last[0]) if self._last else totals(self.tallies.values())
 
@@ -200,6 +202,7 @@ class Handle:
             if name not in self.installs:
                 counts = totals([tally])
                 eager = counts.pop("eager")
+                counts.pop("regions", None)
                 said = [f"{what} {count}" for what, count in counts.items()]
                 said += [f"eager {count}: {reason}" for reason, count in eager.items()]
                 notes.append(f"{name} is gone: {', '.join(said)}")

@@ -12,9 +12,11 @@ from dit_graph.call.buckets import Buckets, schedule
 from dit_graph.call.key import Signature
 from dit_graph.config import GraphConfig
 from dit_graph.devices import current_place, records_on
-from dit_graph.errors import DitGraphError, NotReplayed, Unsupported
+from dit_graph.errors import ConfigError, DitGraphError, NotReplayed, Unsupported
 from dit_graph.memory.pool import Pool
 from dit_graph.modes.denoise import Pictures
+from dit_graph.regions.find import regions_of
+from dit_graph.regions.regions import Regions
 from dit_graph.runner.runner import Runner
 from dit_graph.runner.tally import Tally
 from dit_graph.runner.target import Target
@@ -49,6 +51,7 @@ class Install:
         self.config = config
         self.handles = [handle]
         self.runner: Runner | None = None
+        self.regions: Regions | None = None
         self._answer: Callable[..., Any] = self._original
         self.tally = Tally()
         self.notes: list[str] = []
@@ -108,7 +111,15 @@ class Install:
         )
         if self.config.mode == "prefill":
             return self._padding(target)
-        self.runner = Runner(target)
+        regions = None if self.config.regions == "off" else Regions(target)
+        target.divides = regions is not None and bool(regions_of(self.module))
+        if self.config.regions == "blocks" and not target.divides:
+            raise ConfigError(
+                f'regions="blocks" needs a list of blocks of one class, and {self.name}'
+                f" ({type(self.module).__name__}) has none"
+            )
+        self.runner = Runner(target, regions)
+        self.regions = regions
         return self.runner
 
     def _padding(self, target: Target) -> Callable[..., Any]:
@@ -131,6 +142,8 @@ class Install:
 
     def check(self) -> str:
         """Go back in where another library's hook took the slot away. Returns what was found."""
+        if self.regions is not None:
+            self.regions.refresh()
         if not self._slot.leads_here():
             self._slot.active = False
             there = self.module.__dict__.get("forward")

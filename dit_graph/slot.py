@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dit_graph.links import COMPILED, innermost
+
 _COPY = "__reduce_ex__"  # `copy.copy`, `copy.deepcopy` and `pickle` look it up on the object first
 _MODULE_CALLS = torch.nn.Module.__module__  # the file whose functions call a module's `forward`
 _OF_A_METHOD = {"__code__", "__defaults__", "__kwdefaults__", "__func__", "__self__", "__globals__"}
@@ -31,10 +33,11 @@ class Slot:
 
     def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         mark = owner.__dict__.get(_COPY)
-        if type(mark) is _Copying and mark.owner is not owner:  # somebody else's slots
+        if type(mark) is Copying and mark.owner is not owner:  # somebody else's slots
             mark.take_out(owner.__dict__)
         self._owner, self._name, self._call = owner, name, call
-        self._before = owner.__dict__.get(name)
+        space, key = self._where()
+        self._before = space.get(key)
         self.active = False
         functools.update_wrapper(self, self.original, updated=())
         self.__signature__ = inspect.signature(self.original)
@@ -51,29 +54,35 @@ class Slot:
         before: Callable[..., Any] | None = self._before
         return before
 
+    def _where(self) -> tuple[dict[str, Any], str]:
+        """The dict and the key that it takes."""
+        return self._owner.__dict__, self._name
+
     def install(self) -> None:
         self.active = True
+        space, key = self._where()
+        space[key] = self
         own = self._owner.__dict__
-        own[self._name] = self
-        own.setdefault(_COPY, _Copying(self._owner))
-        if type(own[_COPY]) is _Copying:
+        own.setdefault(_COPY, Copying(self._owner))
+        if type(own[_COPY]) is Copying:
             own[_COPY].slots.append(self)
 
     def remove(self) -> None:
         self.active = False
         own = self._owner.__dict__
-        if own.get(self._name) is self:
-            self._give_back(own)
+        space, key = self._where()
+        if space.get(key) is self:
+            self._give_back(space, key)
         mark = own.get(_COPY)
-        if type(mark) is _Copying and not any(slot.active for slot in mark.slots):
+        if type(mark) is Copying and not any(slot.active for slot in mark.slots):
             del own[_COPY]  # what has a copy of it still needs the slots in it
 
-    def _give_back(self, own: dict[str, Any]) -> None:
-        """Put into the `__dict__` of the owner, or of a copy of it, what was there before."""
+    def _give_back(self, space: dict[str, Any], key: str) -> None:
+        """Put into what holds it, or a copy of that, what was there before."""
         if self._before is None:
-            del own[self._name]
+            del space[key]
         else:
-            own[self._name] = self._before
+            space[key] = self._before
 
     def calls(self, call: Callable[..., Any]) -> bool:
         """Whether it stands for `call`."""
@@ -110,11 +119,13 @@ class Slot:
         """Whether somebody copied the owner's `__dict__` into another object's."""
         own = getattr(other, "__dict__", {})
         mark = own.get(_COPY)
-        return type(mark) is _Copying and mark.owner is self._owner
+        return type(mark) is Copying and mark.owner is self._owner
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_METHOD:  # `torch.export` reads the code of a forward
             return getattr(self.original, name)
+        if name == "__get__":  # cache-dit binds what it gives back; dynamo asks the class for it
+            return lambda *owner: self
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -128,7 +139,26 @@ class Slot:
         return plain_method, (self._owner, self._name)
 
 
-class _Copying:
+class InnerSlot(Slot):
+    """A slot below all hooks of a module's `forward`, wherever they carry it."""
+
+    def _where(self) -> tuple[dict[str, Any], str]:
+        return innermost(self._owner)
+
+    def remove(self) -> None:
+        own = self._owner.__dict__
+        if own.get(COMPILED) is self:  # hooks came, so that it is not the innermost any more
+            self._give_back(own, COMPILED)
+        super().remove()
+
+    def _give_back(self, space: dict[str, Any], key: str) -> None:
+        if self._before is None and "_modules" not in space:  # a hook came over it
+            space[key] = self.original
+        else:
+            super()._give_back(space, key)
+
+
+class Copying:
     """In the owner's `__dict__` beside its slots: how to copy or pickle it without them.
 
     Keeps them, and so what they lead to, where another hook takes one out of its place.
@@ -174,8 +204,9 @@ class _Copying:
         """Put into the `__dict__` of a copy what was in the owner's before each slot."""
         own.pop(_COPY, None)
         for slot in reversed(self.slots):
-            if own.get(slot._name) is slot:
-                slot._give_back(own)
+            for key in (slot._name, COMPILED):
+                if own.get(key) is slot:
+                    slot._give_back(own, key)
 
 
 def plain_method(owner: Any, name: str) -> Any:
@@ -184,8 +215,14 @@ def plain_method(owner: Any, name: str) -> Any:
 
 
 def _chain(place: Any) -> list[Any]:
+    """What a callable may call in turn: what it wraps, is a part of, or keeps in its closure."""
     links: list[Any] = []
-    while place is not None and len(links) < 64:
-        links.append(place)
-        place = getattr(place, "__wrapped__", None)
+    todo = [place]
+    while todo and len(links) < 64:
+        link = todo.pop()
+        links.append(link)
+        if isinstance(link, (types.FunctionType, functools.partial, Slot)):
+            cells = getattr(link, "__closure__", None) or ()
+            held = [cell.cell_contents for cell in cells if cell != types.CellType()]
+            todo += [*held, getattr(link, "__wrapped__", None), getattr(link, "func", None)]
     return links

@@ -65,6 +65,8 @@ class _WarmUp:
 
     def is_open(self, entry: Entry) -> bool:
         """Whether it is not recorded, and may be when it comes again."""
+        if entry.divided is not None:
+            return not entry.divided.settled
         return not (entry.tapes or entry.blocked or entry.paused or self._evicted(entry))
 
     def missing(self) -> Iterator[tuple[str, str, str]]:
@@ -79,7 +81,7 @@ class _WarmUp:
                     yield install.name, reason, f" ({count}x)"
             labels: dict[str, list[str]] = {}
             for entry in came:
-                if not entry.tapes:
+                if not entry.tapes and entry.divided is None:
                     labels.setdefault(self._why_not(entry), []).append(entry.label)
             for reason, those in labels.items():
                 yield install.name, reason, f" (signature {'; signature '.join(those)})"

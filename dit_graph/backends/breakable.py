@@ -10,10 +10,10 @@ from dit_graph.breaks import eager_on_graph, local
 from dit_graph.capture.capture import Capture
 from dit_graph.capture.compiled import (
     Changes,
-    call_opaque,
     compiled_places,
     no_hidden_compiled_code,
     no_seeding,
+    opaque,
     originals,
     put_in_place,
     unwatched,
@@ -36,9 +36,9 @@ _CAPTURING = threading.Lock()  # Every thread sees what a capture puts in place.
 
 def _changes(capture: Capture) -> Changes:
     """List what makes compiled code opaque, and breaks of submodules that match a pattern."""
-    changes = {(id(s), n): (s, n, _opaque(s[n])) for s, n in compiled_places(capture.module)}
-    for path, child in capture.module.named_modules():
-        patterns = capture.patterns if path else ()
+    changes = {(id(s), n): (s, n, opaque(s[n])) for s, n in compiled_places(capture.module)}
+    for path, child in capture.submodules.items():
+        patterns = capture.patterns if child is not capture.module else ()
         pattern = next((p for p in patterns if fnmatch.fnmatchcase(path, p)), None)
         if pattern is not None:
             own = child.__dict__
@@ -58,14 +58,5 @@ def _break(capture: Capture, path: str, pattern: str, fn: Callable[..., Any]) ->
         if local.capture is capture:
             capture.matched.add(pattern)
         return stays_eager(*args, **kwargs)
-
-    return call
-
-
-def _opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if local.capture is None:  # It is another thread, or a replayed break.
-            return fn(*args, **kwargs)
-        return call_opaque(local.capture, fn, args, kwargs)
 
     return call

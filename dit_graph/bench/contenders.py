@@ -2,34 +2,53 @@
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig, apply_first_block_cache
+from diffusers.hooks.hooks import CacheContext, HookRegistry
+from diffusers.hooks.hooks import _set_cache_context as set_cache_context
 
 import dit_graph
 
 EAGER = "eager"
-_BACKENDS = {"full": "full", "breakable": "breakable", "regional+breakable": "breakable"}
-REMOVED = "+remove-syncs"
+REMOVED, CACHE = "+remove-syncs", "+cache"
+_OWN: dict[str, dict[str, Any]] = {
+    "full": {"backend": "full"},
+    "breakable": {"backend": "breakable"},
+    "blocks": {"regions": "blocks"},
+    "regional+breakable": {"backend": "breakable"},
+    "regional+blocks": {"regions": "blocks"},
+}
+_COMPILED = ("reduce-overhead", "regional", "max-autotune", "regional+breakable", "regional+blocks")
+_CACHED = (EAGER, "breakable", "regional", "regional+breakable")
 GRAPHS: dict[str, dict[str, Any]] = {
-    **{name: {"backend": backend, "remove_syncs": False} for name, backend in _BACKENDS.items()},
-    **{name + REMOVED: {"backend": backend, "remove_syncs": True}
-       for name, backend in _BACKENDS.items()},
-}  # fmt: skip
+    **{name: {**options, "remove_syncs": False} for name, options in _OWN.items()},
+    **{name + REMOVED: {**options, "remove_syncs": True} for name, options in _OWN.items()},
+    **{name + CACHE: {**_OWN[name], "remove_syncs": False} for name in _CACHED if name in _OWN},
+}
 """`enable` gets these options for dit_graph's own; `regional` ones record compiled blocks."""
-COMPILED = (
-    "reduce-overhead", "regional", "max-autotune", "regional+breakable",
-    f"regional+breakable{REMOVED}",
+COMPILED = tuple(
+    name for name in (*_COMPILED, *GRAPHS, *(one + CACHE for one in _CACHED))
+    if name.removesuffix(REMOVED).removesuffix(CACHE) in _COMPILED
 )  # fmt: skip
-CONTENDERS = tuple(dict.fromkeys((EAGER, *GRAPHS, *COMPILED)))
+CONTENDERS = tuple(dict.fromkeys((EAGER, *GRAPHS, *COMPILED, *(name + CACHE for name in _CACHED))))
 
 
 def eager_first(names: Sequence[str]) -> list[str]:
-    """Put eager first, because the others are compared with it."""
-    return [EAGER, *(name for name in dict.fromkeys(names) if name != EAGER)]
+    """Put eager first, because the others are compared with it; those with a step cache are
+    compared with eager under the same one."""
+    cached = [EAGER + CACHE] if any(name.endswith(CACHE) for name in names) else []
+    return list(dict.fromkeys((EAGER, *cached, *names)))
+
+
+def compared_with(name: str) -> str:
+    """Whose result a contender's should be."""
+    return EAGER + CACHE if name.endswith(CACHE) else EAGER
 
 
 @dataclass
@@ -63,6 +82,8 @@ class Contender:
             setattr(target, _denoiser_name(model), transformer)
             target.scheduler = copy.deepcopy(model.scheduler)
         made, began = cls(name, target), time.perf_counter()
+        if name.endswith(CACHE):
+            put_on_cache(transformer)
         if name.startswith("regional"):
             compile_blocks(transformer)
         elif name in COMPILED:
@@ -118,6 +139,40 @@ def compile_blocks(module: Any) -> None:
         block.compile(fullgraph=True)
 
 
+_CONTEXT = CacheContext("all")
+
+
+def put_on_cache(module: Any) -> None:
+    """Put diffusers' FirstBlockCache on, which skips every second call of a model here.
+
+    What it skips otherwise follows from the weights, and these are random. The first block runs in
+    each call, as it always does.
+
+    Raises:
+        ValueError: diffusers has no such cache for this model.
+    """
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    config = FirstBlockCacheConfig(threshold=0.0)
+    apply_first_block_cache(module, config)
+    registry.invalidate_child_registries_cache()
+    found = (child.__dict__.get("_diffusers_hook") for child in module.modules())
+    head = next(
+        hook for one in found for hook in getattr(one, "hooks", {}).values()
+        if hasattr(hook, "threshold")
+    )  # fmt: skip
+    calls: dict[Any, Any] = {}
+
+    def alternate(module: Any, args: Any, kwargs: Any) -> None:
+        context = head.state_manager._context
+        if context is None:  # its pipeline tells caches nothing
+            context = _CONTEXT
+            set_cache_context(module, context)
+        turn = next(calls.setdefault(context.name, itertools.count()))
+        head.threshold = math.inf if turn % 2 else -1.0
+
+    module.register_forward_pre_hook(alternate, with_kwargs=True)
+
+
 def impossible(name: str, device: str, what: str) -> str:
     """Say why a contender cannot be measured on cuda, cpu or recorder; empty where it can."""
     if name in GRAPHS and device == "cpu":
@@ -126,6 +181,8 @@ def impossible(name: str, device: str, what: str) -> str:
         return f"{name} needs a CUDA device"
     if name.startswith("regional") and what == "prefill":
         return f"{name} compiles the blocks of a diffusers model"
+    if name.endswith(CACHE) and what == "prefill":
+        return f"{name}: a step cache is a diffusers model's"
     if name.endswith(REMOVED) and what != "picture":
         return f"{name} is about a picture's denoising loop"
     return ""

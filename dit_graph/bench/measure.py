@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from dit_graph.bench.contenders import Call, Contender
+from dit_graph.bench.contenders import Call, Contender, compared_with
 from dit_graph.cli.errors import one_line
 from dit_graph.runner import proof
 
@@ -137,9 +137,9 @@ def measured(
     if contenders[0].name in failed:
         return Measured({}, {}, failed, False)
     times = {name: taken for name, taken in times.items() if name not in failed}
-    expected = list(outs[contenders[0].name])
-    apart = {name: difference(list(outs[name]), expected) for name in times}
-    return Measured(times, apart, failed, finite(expected))
+    expected = {name: list(outs[name]) for name in map(compared_with, times)}
+    apart = {name: difference(list(outs[name]), expected[compared_with(name)]) for name in times}
+    return Measured(times, apart, failed, all(map(finite, expected.values())))
 
 
 def _timed(contender: Contender, call: Call, clock: Clock, times: Times, warms: bool) -> Any:

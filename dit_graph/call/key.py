@@ -37,6 +37,9 @@ class GraphKey:
     leaves: tuple[Any, ...]
     context: Context
 
+    def __hash__(self) -> int:
+        return hash(self.leaves)  # which tell nearly all keys apart; it is asked for at every call
+
     def without_values(self) -> "GraphKey":
         """The key with every plain value left out: what stays the same when only they vary."""
         leaves = tuple(map(_without_value, self.leaves))
@@ -105,7 +108,7 @@ class Call:
         self._given: dict[int, int] = {}  # the tensors by id, and where they are in the list
         self._records: list[tuple[Any, list[Any]]] = []  # dataclass arguments and what they held
         self._arrays: list[tuple[Any, tuple[Any, ...]]] = []  # numpy's, and their parts of the key
-        leaves, self._spec = pytree.tree_flatten(arguments, is_size)
+        leaves, self._spec = _flattened(arguments)
         self._leaves = leaves
         self.key = GraphKey(self._spec, tuple(map(self._leaf, leaves)), context(self._extra(extra)))
 
@@ -169,6 +172,45 @@ class Call:
         flat = [(pytree.tree_leaves(tree, is_size), before) for tree, before in now]
         written = any(_array(array) != before for array, before in self._arrays)
         return written or any(len(a) != len(b) or any(map(is_not, a, b)) for a, b in flat)
+
+
+_LEAVES = {
+    torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.Size, torch.dtype,
+    torch.device,
+}  # fmt: skip
+_SPECS: dict[Any, pytree.TreeSpec] = {}  # by form
+_MOST_FORMS = 1024
+
+
+class _Unusual(Exception):
+    """What only pytree can take apart."""
+
+
+def _flattened(arguments: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """As pytree does it, whose spec is made once for all arguments of one form."""
+    leaves: list[Any] = []
+    try:
+        spec = _SPECS.get(form := _form(arguments, leaves))
+    except _Unusual:
+        return pytree.tree_flatten(arguments, is_size)
+    if spec is None:
+        if len(_SPECS) >= _MOST_FORMS:
+            _SPECS.clear()
+        _SPECS[form] = spec = pytree.tree_structure(arguments, is_size)
+    return leaves, spec
+
+
+def _form(value: Any, leaves: list[Any]) -> Any:
+    """What two trees have in common that pytree gives equal specs; collects the leaves."""
+    kind = type(value)
+    if kind in _LEAVES:
+        leaves.append(value)
+        return None
+    if kind is dict and set(map(type, value)) <= {str}:
+        return dict, *value, *[_form(child, leaves) for child in value.values()]
+    if kind is tuple or kind is list:
+        return kind, *[_form(child, leaves) for child in value]
+    raise _Unusual
 
 
 def named(arguments: dict[str, Any]) -> list[tuple[str, Any]]:

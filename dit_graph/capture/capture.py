@@ -33,15 +33,16 @@ class Capture(Steps):
         module: whose forward it is.
         breakable: False raises CaptureError at the first thing that one graph cannot hold.
         patterns: of what is a break, submodules by path and torch functions by name.
+        path: of the module in the one that is enabled, which paths start from.
     """
 
     watch: Watch
 
     def __init__(
         self, device: Device, memory: Memory, static: list[torch.Tensor], module: torch.nn.Module,
-        breakable: bool, patterns: tuple[str, ...],
+        breakable: bool, patterns: tuple[str, ...], path: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(device, memory, static, module, breakable)
+        super().__init__(device, memory, static, module, breakable, path)
         self.module = module
         self.patterns = patterns
         self.placed: set[str] = set()  # These patterns match a submodule.

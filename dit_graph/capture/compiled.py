@@ -7,7 +7,7 @@ be found ends the capture before dynamo sees it, and the call is eager by name.
 """
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -89,6 +89,18 @@ class _Closure(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         self._cells[name].cell_contents = value
         super().__setitem__(name, value)
+
+
+def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `fn` one operation where it is recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        capture = breaks.local.capture
+        if capture is None:  # It is another thread, or a replayed break.
+            return fn(*args, **kwargs)
+        return call_opaque(capture, fn, args, kwargs)
+
+    return call
 
 
 def call_opaque(capture: Any, fn: Any, args: Any, kwargs: Any) -> Any:

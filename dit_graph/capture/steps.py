@@ -31,7 +31,7 @@ class Steps:
 
     def __init__(
         self, device: Device, memory: Memory, static: list[torch.Tensor], module: torch.nn.Module,
-        breakable: bool,
+        breakable: bool, path: str = "",
     ) -> None:  # fmt: skip
         self.device = device
         self.static = static
@@ -46,7 +46,8 @@ class Steps:
         self.stays_out: Collection[Any] = ()  # No segment took these in an earlier capture.
         self.arrays: list[tuple[Any, Any]] = []  # Python got these by `numpy()`; each with a copy.
         self._memory = memory
-        self._names = {id(child): path for path, child in module.named_modules()}
+        self.submodules = dict(module.named_modules(prefix=path))  # by path
+        self._names = {id(child): name for name, child in self.submodules.items()}
         self._observing = False
         self._segment: Segment | None = None
 

@@ -71,6 +71,9 @@ def parser() -> Parser:
         help="a diffusers pipeline's folder or hub id OWNER/NAME")  # fmt: skip
     how.add_argument("--lora", action="append", default=[], dest="loras", metavar="PATH",
         help="LoRA; may be repeated")  # fmt: skip
+    how.add_argument("--cache", type=model.step_cache, metavar="first-block[:THRESHOLD]",
+        help="diffusers' step cache: skip blocks where the first changes little "
+        "(default threshold 0.05)")  # fmt: skip
     add_where(how, "cpu")
     graphs = built.add_argument_group("graphs")
     add_graph(graphs, "transformer")
@@ -207,6 +210,7 @@ def _report(
         lines = share.report.splitlines() + [f"failed: {share.failed}"] * bool(share.failed)
         print("\n  ".join([f"{name}: {len(share.saved)} pictures", *lines]))
     eager = stats.pop("eager")
+    stats.pop("regions", None)
     print("all processes:", ", ".join(f"{name} {count}" for name, count in stats.items()))
     for reason, count in eager.items():
         print(f"  eager {count}: {reason}")

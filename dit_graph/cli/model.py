@@ -3,6 +3,7 @@
 What can be said from a pipeline's class or folder is said before anything is loaded.
 """
 
+import argparse
 import inspect
 import json
 import re
@@ -16,10 +17,11 @@ from diffusers import DiffusionPipeline
 from dit_graph import embedded
 from dit_graph.cli.errors import UsageError, loading, one_line
 from dit_graph.cli.options import Options
-from dit_graph.cli.parser import Size
+from dit_graph.cli.parser import Size, finite
 from dit_graph.embedded.concepts import ConceptIndex
 from dit_graph.embedded.patches import check_size
 from dit_graph.embedded.pipeline import EmojiPipeline
+from dit_graph.modes.denoise import denoisers
 
 _OF_EACH_CALL = ("prompt", "generator", "height", "width")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -186,6 +188,7 @@ def load(options: Options, gpu: str = "cuda") -> Any:
         pipe = _load(options)
     arguments(type(pipe), options)  # Now the class is known for certain.
     _load_loras(pipe, options.loras)
+    _put_on_cache(pipe, options.cache)
     pipe.set_progress_bar_config(disable=True)
     if options.device == "cuda":
         with loading(f"cannot move {name} to the GPU"):
@@ -201,6 +204,32 @@ def _load(options: Options) -> Any:
     if folder is not None and _class_name(folder, options) == EmojiPipeline.__name__:
         cls = EmojiPipeline  # Diffusers itself does not know it.
     return cls.from_pretrained(folder or options.model, dtype=options.dtype)
+
+
+def step_cache(text: str) -> Any:
+    """Make diffusers' config of a step cache that a command line names, for argparse."""
+    name, _, value = text.partition(":")
+    if name != "first-block":
+        raise argparse.ArgumentTypeError(
+            f"must be first-block or first-block:THRESHOLD, such as first-block:0.1; got {text!r}"
+        )
+    if not value:
+        return diffusers.FirstBlockCacheConfig()
+    threshold = finite(value)
+    if threshold < 0:
+        raise argparse.ArgumentTypeError(f"its threshold must be at least 0, got {value!r}")
+    return diffusers.FirstBlockCacheConfig(threshold=threshold)
+
+
+def _put_on_cache(pipe: Any, config: Any) -> None:
+    if config is None:
+        return
+    for name, denoiser in denoisers(pipe).items():
+        enable: Any = getattr(denoiser, "enable_cache", None)
+        if enable is None:
+            raise UsageError(f"--cache: diffusers has no step cache for {type(denoiser).__name__}")
+        with loading(f"--cache: {name} takes no {type(config).__name__}"):
+            enable(config)
 
 
 def _load_loras(pipe: Any, loras: Sequence[str]) -> None:

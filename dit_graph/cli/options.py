@@ -73,6 +73,7 @@ class Options(Asked):
     seed: int = 0
     count: int = 1
     loras: tuple[str, ...] = ()
+    cache: Any = None  # diffusers' config of a step cache
     warmup_sizes: tuple[Size, ...] = ()
 
 

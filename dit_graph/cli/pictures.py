@@ -124,6 +124,8 @@ class Run:
         }
         if options.loras:
             settings["lora"] = json.dumps(options.loras)
+        if options.cache is not None:
+            settings["cache"] = repr(options.cache)
         if options.pipeline_kwargs:
             settings["pipeline_kwargs"] = json.dumps(options.pipeline_kwargs)
         return settings

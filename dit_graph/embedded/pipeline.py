@@ -263,12 +263,14 @@ class EmojiPipeline(DiffusionPipeline):
         given = dict(condition)
         positions = given.pop("positions")
         patches = pack(latents).to(positions.dtype).repeat(len(positions) // len(latents), 1, 1)
-        (predicted,) = self.transformer(
-            hidden_states=torch.cat([patches, positions], dim=2),
-            timestep=timestep.expand(len(positions)) / self.scheduler.config.num_train_timesteps,
-            return_dict=False,
-            **given,
-        )
+        time = timestep.expand(len(positions)) / self.scheduler.config.num_train_timesteps
+        with self.transformer.cache_context("both"):  # with guidance or without, in one call
+            (predicted,) = self.transformer(
+                hidden_states=torch.cat([patches, positions], dim=2),
+                timestep=time,
+                return_dict=False,
+                **given,
+            )
         if len(positions) > len(latents):
             wanted, unwanted = predicted.float().chunk(2)
             predicted = unwanted + guidance_scale * (wanted - unwanted)

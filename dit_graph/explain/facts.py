@@ -117,6 +117,8 @@ class Signature:
         differs: from the nearest signature that was recorded when this one first came.
         dropped: replays that were launched in another state than their own, and done anew.
         states: of the module, in which it is recorded.
+        regions: that ran in one call, at most, where they answer in the module's place.
+        share: of such a call's operations, what ran in replays; None where it is not known.
     """
 
     label: str
@@ -133,11 +135,17 @@ class Signature:
     differs: str = ""
     dropped: int = 0
     states: int = 0
+    regions: int = 0
+    share: float | None = None
 
 
 @dataclass(frozen=True)
 class Module:
-    """This is one graphed module. The modules of one pipeline share their `graph_bytes`."""
+    """This is one graphed module, or `count` regions of one that follow each other.
+
+    The modules of one pipeline share their `graph_bytes`. Of regions counts are summed up, and the
+    recordings of the first are shown.
+    """
 
     name: str
     class_name: str
@@ -147,6 +155,8 @@ class Module:
     notes: tuple[str, ...]
     eager: dict[str, int]
     signatures: tuple[Signature, ...]
+    regions: "tuple[Module, ...]" = ()
+    count: int = 1
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import fields, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from dit_graph.explain import facts
 from dit_graph.explain.timing import time_steps
 from dit_graph.memory.pool import Pool
 from dit_graph.runner.entry import Entry
+from dit_graph.runner.tally import Counts
 from dit_graph.tape.guards import DeviceNumber
 from dit_graph.tape.tape import Break, Reset, Tape, WholeCall
 
@@ -52,9 +55,7 @@ def _module(install: Any, time: bool) -> facts.Module:
     pool = None if runner is None else runner.pool
     with nullcontext() if pool is None else pool.lock:  # No call may change the entries meanwhile.
         eager = install.tally.unreached + (Counter() if runner is None else runner.refused)
-        found: dict[Any, list[Entry]] = {}  # one signature's entries, of all states
-        for key, entry in () if runner is None else runner.target.every_entry():
-            found.setdefault(key, []).append(entry)
+        found = {} if runner is None else _by_key(runner)
         now = [] if runner is None else list(runner.entries.values())
         return facts.Module(
             name=install.name,
@@ -65,12 +66,45 @@ def _module(install: Any, time: bool) -> facts.Module:
             notes=tuple(_notes_of(install)),
             eager=dict(eager),
             signatures=tuple(_signature(those, runner.pool, time, now) for those in found.values()),
+            regions=() if install.regions is None else tuple(_regions(install.regions.now, time)),
+        )
+
+
+def _by_key(runner: Any) -> dict[Any, list[Entry]]:
+    """One signature's entries, of all states."""
+    found: dict[Any, list[Entry]] = {}
+    for key, entry in runner.target.every_entry():
+        found.setdefault(key, []).append(entry)
+    return found
+
+
+def _regions(regions: list[Any], time: bool) -> Iterator[facts.Module]:
+    """Tell regions of one class that follow each other as one."""
+    for kind, group in groupby(regions, key=lambda region: type(region.module)):
+        those = list(group)
+        eager: Counter[str] = sum((region.runner.refused for region in those), Counter())
+        each = [(region.runner, _by_key(region.runner)) for region in those]
+        signatures = []
+        for key in dict.fromkeys(key for _, found in each for key in found):
+            having = [(runner, found[key]) for runner, found in each if key in found]
+            recorded = (one for one in having if any(entry.tapes for entry in one[1]))
+            runner, entries = next(recorded, having[0])
+            first = _signature(entries, runner.pool, time, list(runner.entries.values()))
+            counts = Counts()
+            for _, found in having:
+                counts.add(found[0].counts)
+            told = {f.name: getattr(counts, f.name) for f in fields(Counts)}
+            signatures.append(replace(first, **{**told, "eager": dict(counts.eager)}))
+        name = " to ".join(dict.fromkeys((those[0].path, those[-1].path)))
+        yield facts.Module(
+            name, kind.__name__, None, "", 0, (), dict(eager), tuple(signatures), count=len(those)
         )
 
 
 def _signature(entries: list[Entry], pool: Pool, time: bool, now: list[Entry]) -> facts.Signature:
     """Sum up what is known of a signature in several states of its module."""
     last, counts = entries[0], entries[0].counts
+    divided = None if any(entry.tapes for entry in entries) else last.divided
     variants = []
     for entry in entries:
         timed = time and any(entry is other for other in now)
@@ -91,6 +125,8 @@ def _signature(entries: list[Entry], pool: Pool, time: bool, now: list[Entry]) -
         differs=next((entry.differs for entry in entries if entry.differs), ""),
         dropped=counts.dropped,
         states=sum(bool(entry.tapes) for entry in entries),
+        regions=divided.most if divided else 0,
+        share=divided.share if divided else None,
     )
 
 

@@ -10,6 +10,14 @@ from dit_graph.explain.text import lines
 
 def summed(stats: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Sum up the counts of several processes; those of none are zeros."""
+    stats = list(stats)
+    found = _summed(stats)
+    if regions := [one["regions"] for one in stats if "regions" in one]:
+        found["regions"] = _summed(regions)
+    return found
+
+
+def _summed(stats: Iterable[dict[str, Any]]) -> dict[str, Any]:
     sums = Counter({"calls": 0, "cold": 0, "captures": 0, "replays": 0, "dropped": 0})
     eager: Counter[str] = Counter()
     for one in stats:

@@ -38,6 +38,12 @@ def _module(module: "facts.Module", brief: bool) -> Iterator[str]:
         yield f"  {memory}"
     for signature in module.signatures:
         yield from _signature(signature, brief)
+    for region in module.regions:
+        many = f"{region.count} regions" if region.count > 1 else "region"
+        yield f"  {many} {region.name} ({region.class_name})"
+        yield from (f"    eager {count}: {reason}" for reason, count in region.eager.items())
+        for signature in region.signatures:
+            yield from (f"  {line}" for line in _signature(signature, brief))
 
 
 def _signature(signature: "facts.Signature", brief: bool) -> Iterator[str]:
@@ -52,6 +58,9 @@ def _signature(signature: "facts.Signature", brief: bool) -> Iterator[str]:
         yield f"    recorded in {signature.states} states of the module"
     if signature.dropped:
         yield f"    dropped {signature.dropped} replays: the module had changed; done anew"
+    if signature.regions:
+        share = "" if signature.share is None else f", {signature.share:.0%} of its operations"
+        yield f"    {signature.regions} regions of a computing call{share} in replays"
     if brief and signature.evictions:
         yield f"    made room for other recordings {signature.evictions} times"
     if brief and signature.differs:

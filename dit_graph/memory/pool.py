@@ -30,7 +30,7 @@ class Generation:
     def __init__(self, device: Device) -> None:
         self.memory = device.memory()
         self.held: list[tuple[Holder, Tape]] = []
-        self.recordings = 0
+        self.groups: set[object] = set()  # of the recordings that went into it
         self.last_used = 0
         self.bytes = 0  # at the last measurement, staged inputs included
 
@@ -39,8 +39,9 @@ class Generation:
         return any(tape in entry.tapes for entry, tape in self.held)
 
     def measure(self) -> int:
-        static = {id(entry): entry.static for entry, tape in self.held if tape in entry.tapes}
-        self.bytes = self.memory.bytes + sum(s.bytes for s in static.values() if s is not None)
+        staged = [entry.static for entry, tape in self.held if tape in entry.tapes]
+        static = {id(s): s for s in staged if s is not None}  # regions share theirs
+        self.bytes = self.memory.bytes + sum(s.bytes for s in static.values())
         return self.bytes
 
 
@@ -87,23 +88,38 @@ class Pool:
             finally:
                 self.busy = False
 
-    def generation(self) -> Generation:
-        """Where the next recording goes; the least recently used one makes room."""
+    def generation(self, group: object = None, alone: bool = False) -> Generation:
+        """Where the next recording goes; the least recently used one makes room.
+
+        Args:
+            group: of several recordings that count as one and lie together, those of a signature's
+                regions; None for one that counts for itself.
+            alone: nothing else lies there, as a tensor in it may outlive the recording.
+        """
         self.sweep()
         self.crowded = False
-        if self._open is None or self._is_full(self._open):
+        group = object() if group is None else group
+        if alone:
+            made = Generation(self.device)
+            made.groups.add(group)
+            self._generations.append(made)
+            self.touch(made)
+            return made
+        if self._open is None or self._is_full(self._open, group):
             for old in self._least_used_first():
-                if sum(generation.recordings for generation in self._generations) >= self._most:
+                if sum(len(generation.groups) for generation in self._generations) >= self._most:
                     self._evict(old)
             self._open = Generation(self.device)
             self._generations.append(self._open)
-        self._open.recordings += 1
+        self._open.groups.add(group)
         self.touch(self._open)
         return self._open
 
-    def _is_full(self, generation: Generation) -> bool:
+    def _is_full(self, generation: Generation, group: object) -> bool:
+        if group in generation.groups:
+            return False
         past = self._budget is not None and generation.bytes > self._budget / 4
-        return past or generation.recordings >= max(1, self._most // 2)
+        return past or len(generation.groups) >= max(1, self._most // 2)
 
     def _least_used_first(self) -> list[Generation]:
         return sorted(self._generations, key=lambda generation: generation.last_used)
@@ -135,7 +151,7 @@ class Pool:
                 self._evict(old)
         if self._taken() <= self._limit():
             return "stays", ""
-        size, alone = generation.bytes, len(generation.held) == 1
+        size, alone = generation.bytes, len(generation.groups) == 1
         self.retire(generation)
         if not alone:
             return "again", ""
@@ -189,6 +205,13 @@ class Pool:
         for generation in list(self._generations):
             if generation.held and not generation.alive:
                 self.retire(generation)
+
+    def make_room(self) -> bool:
+        """Retire the least recently used generation; returns whether there was any."""
+        with self.lock:
+            if oldest := self._least_used_first()[:1]:
+                self.retire(oldest[0])
+        return bool(oldest)
 
     def release(self) -> bool:
         """Retire everything; returns whether there was anything."""

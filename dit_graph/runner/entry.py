@@ -24,6 +24,7 @@ class Decision:
 
     action: Action
     reason: str = ""
+    divides: bool = False  # eager as a whole; its regions may be recorded all the same
 
 
 @dataclass(eq=False)
@@ -34,6 +35,7 @@ class Entry:
     tapes: list[Tape] = field(default_factory=list)  # one a variant, the last used one first
     static: Any = None  # StaticBuffers
     blocked: str = ""
+    divides: bool = True  # what blocks the whole does not block its regions
     warm: bool = False
     attempts: int = 0  # captures in a row that led to no recording
     gave_up: str = ""  # why no further variant is recorded
@@ -47,13 +49,14 @@ class Entry:
     capture_seconds: float = 0.0
     proof: Proof = field(default_factory=Proof)
     differs: str = ""  # from the nearest recorded key, when it first came
+    divided: Any = None  # how its regions do, while they answer
 
     def decide(self) -> Decision:
         gate = self.proof.gate if self.tapes else None
         if gate is not None and (slower := gate.slower()):
-            self.block(slower)
+            self.block(slower, divides=False)
         if self.blocked:
-            return Decision("eager", self.blocked)
+            return Decision("eager", self.blocked, self.divides)
         if self.tapes:
             return Decision("replay")
         if self.paused:
@@ -95,10 +98,14 @@ class Entry:
         """Eager for the next calls, then another try."""
         self.paused, self.pause_reason = PAUSE, reason
 
-    def block(self, reason: str) -> None:
-        """Eager from now on, with this reason; the first one stays."""
+    def block(self, reason: str, divides: bool = True) -> None:
+        """Eager from now on, with this reason; the first one stays.
+
+        `divides`: the regions of the module may be recorded for all that.
+        """
         self.retire()
-        self.blocked = self.blocked or reason
+        if not self.blocked:
+            self.blocked, self.divides = reason, divides
 
     def prefer(self, tape: Tape) -> None:
         if self.tapes[0] is not tape:
@@ -143,6 +150,8 @@ class Entry:
 
     @property
     def state(self) -> str:
+        if self.divided is not None:
+            return f"in regions: {self.divided.reason}"
         if self.blocked:
             return f"eager: {self.blocked}"
         return "captured" if self.tapes else "warm" if self.warm else "cold"

@@ -13,6 +13,7 @@ import torch
 from dit_graph import breaks
 from dit_graph.errors import BreakResultChanged, CaptureError, DeviceFailed, NotReplayed
 from dit_graph.runner.entry import Entry
+from dit_graph.runner.tally import listening
 from dit_graph.runner.target import Target
 from dit_graph.tape.trees import tensors_of
 
@@ -25,10 +26,13 @@ class Fallback:
     def __init__(self, target: Target) -> None:
         self._target = target
         self.refused = target.tally.refused  # calls that no entry stands for
-        self.said: set[str] = set()
+        self.said = target.said
 
-    def __call__(self, entry: Entry | None, reason: str, args: Any, kwargs: Any) -> Any:
-        self.say(self.refused if entry is None else entry.counts.eager, reason)
+    def __call__(
+        self, entry: Entry | None, reason: str, args: Any, kwargs: Any, ends: bool = True
+    ) -> Any:
+        """`ends`: the next call will be no better; else the regions take over."""
+        self.say(self.refused if entry is None else entry.counts.eager, reason, ends)
         with breaks.answering(self._target.signature.arguments(args, kwargs)):
             run = functools.partial(self._target.eager, *args, **kwargs)
             return self.answer(run, (args, kwargs))
@@ -39,16 +43,19 @@ class Fallback:
         if self._target.config.on_failure == "raise":
             entry.counts.eager[reason] += 1
             raise error
-        return self(entry, reason, args, kwargs)
+        divides = self._target.divides and bool(entry.blocked) and entry.divides
+        return self(entry, reason, args, kwargs, ends=not divides)
 
-    def say(self, counter: Counter[str], reason: str) -> None:
+    def say(self, counter: Counter[str], reason: str, ends: bool = True) -> None:
         """Count an eager call and log each reason once. Raises NotReplayed under `strict`."""
         with self._target.pool.lock:
             counter[reason] += 1
+        if listening.to is not None:
+            listening.to.eager[reason] += 1
         if reason not in self.said:
             self.said.add(reason)
             log.warning("dit_graph: %s runs eagerly: %s", self._target.name, reason)
-        if self._target.config.strict:
+        if self._target.config.strict and ends:
             raise NotReplayed(f"{self._target.name}: {reason}")
 
     def own_error(self, error: Exception) -> str:
@@ -79,21 +86,21 @@ class Fallback:
             self.own_error(error)
             return run()
         seeds = self._target.seeds()
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            moved = versions != list(map(_version, given))
-            has_collectives = self._target.has_collectives or self._target.state.parallel
-            if has_collectives or moved or self._target.state.moved() or not self.free():
-                raise
-        self._target.reseed(seeds)
-        return run()
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError:
+                moved = versions != list(map(_version, given))
+                has_collectives = self._target.has_collectives or self._target.state.parallel
+                if has_collectives or moved or self._target.state.moved() or not self.free():
+                    raise
+            self._target.reseed(seeds)
 
     def free(self) -> bool:
-        """Give the memory of all recordings back, when memory has run out."""
-        held = self._target.pool.release()
+        """Give the memory of the least recently used recordings back, when memory has run out."""
+        held = self._target.pool.make_room()
         if held:
-            log.warning("dit_graph: %s: out of memory; all recordings let go", self._target.name)
+            log.warning("dit_graph: %s: out of memory; recordings let go", self._target.name)
             self._target.pool.device.trim()
         return held
 

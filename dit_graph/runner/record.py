@@ -45,7 +45,7 @@ class CaptureAction:
         self.unmatched: set[str] = set()  # patterns of the config that were no break
 
     def cold(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
-        entry.counts.cold += 1
+        entry.counts.note("cold")
         before, drawn = self._target.state.snapshot(), host_generators(self._target.generators)
 
         def run() -> Any:
@@ -56,7 +56,7 @@ class CaptureAction:
         try:
             return self._warmed(entry, call, before, drawn, out)
         except Exception as error:  # the answer is there all the same
-            entry.block(self._fallback.own_error(error))
+            entry.block(self._fallback.own_error(error), divides=False)
             return out
 
     def _warmed(self, entry: Entry, call: Call, before: Snapshot, drawn: Any, out: Any) -> Any:
@@ -93,16 +93,14 @@ class CaptureAction:
             pass  # whoever gets the memory of `made` there next waits until it has been copied
         return copied
 
-    def capture(
-        self, entry: Entry, call: Call, args: Any, kwargs: Any, last_try: bool = False
-    ) -> Any:
+    def capture(self, entry: Entry, call: Call, args: Any, kwargs: Any) -> Any:
         if not getattr(self._thread, "warm", False):
             return self._on_new_thread(entry, call, args, kwargs)
         entry.threads = 0
         started = time.perf_counter()
         try:
             before, seeds = self._target.state.snapshot(), self._target.seeds()
-            generation = self._target.pool.generation()
+            generation = self._target.new_generation()
         except Exception as error:
             return self._fallback(entry, self._fallback.own_error(error), args, kwargs)
         capture: Capture | None = None
@@ -116,14 +114,14 @@ class CaptureAction:
             if raised:
                 entry.raised(error)
                 raise
-            if is_out_of_memory(error) and not last_try and self._fallback.free():
-                return self.capture(entry, call, args, kwargs, last_try=True)
+            if is_out_of_memory(error) and self._fallback.free():
+                return self.capture(entry, call, args, kwargs)
             return self._failed(entry, error, capture, args, kwargs)
         except BaseException:
             entry.counts.eager["interrupted while it was recorded"] += 1
             self._target.pool.close(generation)
             raise
-        entry.counts.captures += 1
+        entry.counts.note("captures")
         entry.capture_seconds += time.perf_counter() - started
         tape = capture.tape
         static.copy_back(call.tensors, tape.written_inputs)
@@ -134,7 +132,7 @@ class CaptureAction:
             if tape not in entry.tapes or not entry.proof.compares(tape):
                 return result
         except Exception as error:  # The answer is there all the same.
-            entry.block(self._fallback.own_error(error))
+            entry.block(self._fallback.own_error(error), divides=False)
             self._target.pool.retire(generation)
             return result
         given = self._target, self._fallback
@@ -154,7 +152,7 @@ class CaptureAction:
             # Inference mode counts no writes. Memory of the capture stream is never handed to a
             # stream of the caller's, which might write it while a replay elsewhere still reads it.
             with torch.inference_mode(False), self._target.pool.device.stream():
-                entry.static = StaticBuffers(call.tensors)
+                entry.static = self._target.staged(call)
         static: StaticBuffers = entry.static
         static.copy_in(call.tensors)
         return static
@@ -163,7 +161,7 @@ class CaptureAction:
         target, breakable = self._target, self._backend.breakable
         capture = Capture(
             target.pool.device, generation.memory, static.tensors, target.module, breakable,
-            target.config.breaks,
+            target.config.breaks, target.path,
         )  # fmt: skip
         capture.stays_out = target.stays_out
         return capture
@@ -221,7 +219,7 @@ class CaptureAction:
             if fits == "later":
                 entry.pause(reason)
             elif fits == "never":
-                entry.block(reason)
+                entry.block(reason, divides=False)
             return
         self._let_go(generation, survivors)
 
@@ -265,7 +263,7 @@ class CaptureAction:
             entry.retire()
             entry.pause(reason)
         elif ours or is_about_capturing(error):
-            entry.block(reason)
+            entry.block(reason, divides=not isinstance(error, Collective))
         else:  # It is the forward's own, such as two shapes that do not go together.
             entry.unsettled(reason)
         return self._fallback.instead(entry, error, reason, args, kwargs)

@@ -12,6 +12,7 @@ from dit_graph.runner.entry import MAX_ATTEMPTS, Entry
 from dit_graph.runner.failures import raised_by_the_forward
 from dit_graph.runner.fallback import Fallback
 from dit_graph.runner.record import CaptureAction
+from dit_graph.runner.tally import listening
 from dit_graph.runner.target import Target
 from dit_graph.runner.verify import compared
 from dit_graph.tape.tape import Tape, Undo
@@ -109,7 +110,10 @@ class ReplayAction:
 
     def _took(self, entry: Entry, tape: Tape, live: Any) -> bool:
         """A replay has answered; returns whether it is to be compared with eager."""
-        entry.counts.replays += 1
+        entry.counts.note("replays")
+        if listening.to is not None:
+            listening.to.operations += tape.operations
+            listening.to.breaks += sum(1 for _ in tape.breaks())
         entry.missed = entry.broken = 0
         entry.static.copy_back(live, tape.written_inputs)
         try:
@@ -117,7 +121,7 @@ class ReplayAction:
             self._target.pool.touch(tape.generation)
             compares = entry.proof.compares(tape)
         except Exception as error:  # the answer is there all the same
-            entry.block(self._fallback.own_error(error))
+            entry.block(self._fallback.own_error(error), divides=False)
             return False
         tape.compared = tape.compared or compares
         return compares

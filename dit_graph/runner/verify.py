@@ -6,6 +6,7 @@ from dit_graph.devices.base import is_out_of_memory
 from dit_graph.runner.entry import Entry
 from dit_graph.runner.fallback import Fallback
 from dit_graph.runner.proof import difference
+from dit_graph.runner.tally import listening
 from dit_graph.runner.target import Target
 from dit_graph.tape.tape import Tape
 
@@ -27,6 +28,8 @@ def compared(
         call: the caller's `(args, kwargs)`.
     """
     args, kwargs = call
+    if listening.to is not None:
+        listening.to.compared += 1
     after = target.seeds() if tape.draws else []
     target.reseed(seeds if tape.draws else [])
     try:
@@ -46,9 +49,9 @@ def compared(
         reason = f"verify: the {what} differs from eager: {differs}"
         entry.block(reason)
         if what == "replay":
-            entry.counts.replays -= 1
+            entry.counts.note("replays", -1)
         else:
-            entry.counts.captures -= 1
+            entry.counts.note("captures", -1)
         target.pool.sweep()
         fallback.say(entry.counts.eager, reason)
     else:

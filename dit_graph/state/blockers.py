@@ -55,8 +55,11 @@ def _split(how: str, processes: int) -> str:
     return f"{how} over {processes} processes: its collectives are not recorded"
 
 
-def blocker(module: torch.nn.Module, device: torch.device) -> str | None:
-    """Why this module cannot be replayed as it stands now, or None."""
+def blocker(module: torch.nn.Module, device: torch.device, region: bool = False) -> str | None:
+    """Why this module cannot be replayed as it stands now, or None.
+
+    `region`: it lies below all hooks of the module's own forward.
+    """
     for path, child in module.named_modules():
         at = f" on {path}" if path else ""
         if path and (any(map(_acts, child._forward_hooks.values())) or child._forward_pre_hooks):
@@ -64,7 +67,8 @@ def blocker(module: torch.nn.Module, device: torch.device) -> str | None:
         if isinstance(child, _NormBase) and child.training and child.track_running_stats:
             return f"batch norm in training mode: {path or type(child).__name__}"
         hook = child.__dict__.get("_hf_hook")
-        if hook is not None and (path or not _hook_is_outside(module)):
+        outside = not path and (region or _hook_is_outside(module))
+        if hook is not None and not outside:
             kind = type(hook).__name__
             offload = "offload" in kind.lower() or getattr(hook, "offload", False)
             return f"{'offload hooks present' if offload else 'an accelerate hook'}: {kind}{at}"
@@ -76,6 +80,14 @@ def blocker(module: torch.nn.Module, device: torch.device) -> str | None:
     return f"parameters are on {devices.pop()}, the graphs on {device}" if devices else None
 
 
+def hook_on(module: torch.nn.Module) -> bool:
+    """Whether somebody's hook stands around this module's forward."""
+    own = module.__dict__
+    forward_hooks = any(map(_acts, module._forward_hooks.values())) or module._forward_pre_hooks
+    registry = getattr(own.get("_diffusers_hook"), "hooks", None)
+    return bool(forward_hooks or registry or own.get("_hf_hook") is not None)
+
+
 def _acts(hook: Any) -> bool:
     """transformers' own hooks only note hidden states, which are then results of the call."""
     return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
@@ -83,7 +95,3 @@ def _acts(hook: Any) -> bool:
 
 def _hook_is_outside(module: torch.nn.Module) -> bool:
     return isinstance(getattr(module, "_old_forward", None), Slot)
-
-
-def needs_grad(module: torch.nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())

@@ -235,8 +235,7 @@ class Contents:
         return Same(value)
 
     def _ours(self, path: str, value: Any, plain: bool) -> Any:
-        before = value.before if isinstance(value, Slot) else None
-        return "dit_graph" if before is None else self._value(path, before)
+        return self._value(path, value.original) if isinstance(value, Slot) else "dit_graph"
 
 
 def _plain_value(node: Contents, path: str, value: Any, plain: bool) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dit_graph.links import AROUND, innermost
 from dit_graph.state.contents import Contents, Visitor
 from dit_graph.state.differences import TABLES
 from dit_graph.state.libraries import LIBRARIES
@@ -25,11 +26,15 @@ class Node(Contents):
     Args:
         owner: the module or class; a node refers to it weakly.
         path, visitors: see `Contents`.
+        region: it is the root of a region, which lies below all hooks of its forward.
     """
 
-    def __init__(self, owner: Any, path: str, visitors: dict[type, Visitor]) -> None:
+    def __init__(
+        self, owner: Any, path: str, visitors: dict[type, Visitor], region: bool = False
+    ) -> None:
         super().__init__(path, visitors)
         self.owner = weakref.ref(owner)
+        self._outside = AROUND if region else frozenset()
         if isinstance(owner, type):
             self.description = self._attributes_of_class(owner)
         else:
@@ -41,7 +46,7 @@ class Node(Contents):
         self._called(type(module))
         found = {}
         for key, child in own.items():
-            if key in NOT_IN_A_FORWARD or is_idle(key, child):
+            if key in NOT_IN_A_FORWARD or key in self._outside or is_idle(key, child):
                 continue
             if key == "forward" and is_own_forward(module, child):
                 continue
@@ -55,6 +60,10 @@ class Node(Contents):
                 self.places[at].ordered = False  # they are read by name alone
             # a hook's number is another one each time that it is registered
             found[key] = [*described[2].values()] if key in _HOOKS_BY_NUMBER else described
+        if self._outside:
+            space, key = innermost(module)
+            if not is_own_forward(module, inner := space.get(key)) and inner is not None:
+                found["forward"] = self._value(".forward", inner)
         return self._class_of(type(module)), found
 
     def _attributes_of_class(self, cls: type) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from dit_graph.slot import Copying
+
 _UNSET = object()
 _ADDED = {"_class_name", "_diffusers_version", "__slotnames__"}  # by saving a config, by copying
 
@@ -132,8 +134,10 @@ def is_idle(key: Any, value: Any) -> bool:
     """Whether a new member changes nothing that a forward does.
 
     Libraries add some when they only look for them or save a model: an empty hook registry, a
-    class's annotations, the names that a config is saved with.
+    class's annotations, the names that a config is saved with. So do slots, of ours.
     """
     if key == "_diffusers_hook":
         return not getattr(value, "hooks", True)
+    if type(value) is Copying:
+        return True
     return isinstance(key, str) and (key.startswith("__annot") or key in _ADDED)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dit_graph.slot import Slot
+
 PLAIN = (
     str, bytes, int, bool, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
     torch.memory_format, range,
@@ -55,7 +57,10 @@ def key_of(key: Any) -> Any:
 
 
 def is_own_forward(module: torch.nn.Module, value: Any) -> bool:
-    """Whether an attribute is the class's own `forward`, which hooks leave behind as they go."""
+    """Whether an attribute is the class's own `forward`, which hooks leave behind as they go, or a
+    slot of ours over it."""
+    if isinstance(value, Slot):
+        return value.before is None or is_own_forward(module, value.before)
     return (
         type(value) is types.MethodType
         and value.__self__ is module

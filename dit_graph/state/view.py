@@ -29,8 +29,9 @@ STORAGE = "storage of a parameter, buffer or tensor attribute"
 class View:
     """The nodes that can be reached from a module, and what they held when they were read."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, region: bool = False) -> None:
         self._root = id(module)
+        self._region = region
         self._visitors: dict[type, Visitor] = {}
         self._watched: dict[int, Watched] = {}
         self.nodes: dict[int, Node] = {}
@@ -40,7 +41,8 @@ class View:
         """Read these modules and classes, and what is new below; forget what is below none."""
         while todo:
             path, owner = todo.pop()
-            self.nodes[id(owner)] = node = Node(owner, path, self._visitors)
+            inner = self._region and id(owner) == self._root
+            self.nodes[id(owner)] = node = Node(owner, path, self._visitors, inner)
             self._watched[id(owner)] = Watched(node)
             found = reversed(node.found.items())
             todo += [(node.near[key], one) for key, one in found if key not in self.nodes]
@@ -68,7 +70,8 @@ class View:
     def description(self) -> dict[Any, Any]:
         """What `==` compares with that of another state: nodes by id, methods, tensors."""
         found: dict[Any, Any] = {key: node.description for key, node in self.nodes.items()}
-        found |= {("method", *m): Same(f) for m, f in zip(self._methods, self._functions)}
+        methods = [*zip(*self._plain), *self._rest]
+        found |= {("method", *m): Same(f) for m, f in zip(methods, self._functions)}
         facts = zip(self.tensors(), self._at, self._facts)
         return found | {("tensor", id(t)): fact for t, *fact in facts}
 
@@ -131,6 +134,7 @@ class View:
         self._at = self._at_now()
         self._facts = _facts(self.tensors())
         self._guard = _guard(self.tensors())
+        self.has_buffers = not all(isinstance(t, torch.nn.Parameter) for t in self.tensors())
 
     def _flatten_objects(self) -> None:
         parts = self._watched.items()
@@ -142,7 +146,10 @@ class View:
         self._classes = list(self._classes_now())
         methods = chain.from_iterable(node.methods for node in self.nodes.values())
         self._methods = list(dict.fromkeys(methods))
-        self._functions = list(self._functions_now())
+        stable = [m for m in self._methods if getattr(*m) is getattr(*m)]  # no descriptor's own
+        self._plain = [cls for cls, _ in stable], [name for _, name in stable]
+        self._rest = [m for m in self._methods if m not in stable]
+        self._functions = self._functions_now()
 
     def _members(self) -> Iterator[Iterable[Any]]:
         return chain(map(call, self._getters, self._named), chain.from_iterable(self._listed))
@@ -150,8 +157,8 @@ class View:
     def _classes_now(self) -> Iterator[type]:
         return map(type, chain(map(call, self._modules), self._objects))
 
-    def _functions_now(self) -> Iterator[Any]:
-        return (_found(cls, name) for cls, name in self._methods)
+    def _functions_now(self) -> list[Any]:
+        return [*map(getattr, *self._plain), *(_found(*method) for method in self._rest)]
 
     def _at_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():

@@ -55,12 +55,15 @@ class StateWatcher:
         module: whose state it is.
         device: where its weights must be to be recorded.
         own: makes what belongs to a new state.
+        region: the module is one below all hooks of its own forward, which are no part of it.
     """
 
     def __init__(
-        self, module: torch.nn.Module, device: torch.device, own: Callable[[], Owned]
-    ) -> None:
+        self, module: torch.nn.Module, device: torch.device, own: Callable[[], Owned],
+        region: bool = False,
+    ) -> None:  # fmt: skip
         self._module = module
+        self._region = region
         self._device = device
         self._own = own
         self._views: list[View] = []  # of the module as it was last; none where a part of it went
@@ -69,6 +72,8 @@ class StateWatcher:
         self._written: set[str] = set()  # by the forward itself, by place
         self._careful = 0
         self.compared = False  # in this call
+        self.change = ""  # what differed in it
+        self._stayed = False  # the weights lie where they lay, as this call has seen
         self._new = deque([""] * WINDOW, WINDOW)  # a call's new state, by the place that changed
         self.states: list[State] = []  # the last used one first, which is the module's now
 
@@ -82,21 +87,31 @@ class StateWatcher:
         return self.now.parallel or global_hook() or self.now.blocker
 
     @property
+    def written(self) -> bool:
+        """Whether the forward was seen to write Python state."""
+        return bool(self._written)
+
+    @property
     def parallel(self) -> bool:
         """Whether the module is split over processes, which its forward then talks with."""
         return bool(self.states) and self.now.parallel is not None
 
     @property
     def unsteady(self) -> str:
-        """Why a state without recordings gets none now, or an empty string."""
+        """The place that changes at every call, so that no state gets recordings now."""
         new = list(filter(None, self._new))
-        return f"Python state changes at every call: {new[-1]}" if len(new) >= MANY else ""
+        return new[-1] if len(new) >= MANY else ""
 
     def begin(self) -> None:
         """A call comes."""
         self._new.append("")
-        self.compared = False
+        self.compared = self._stayed = False
+        self.change = ""
         self._careful = max(0, self._careful - 1)
+
+    def start_over(self) -> None:
+        """Hooks came or went: what changed before that says nothing of what comes."""
+        self._new.extend([""] * WINDOW)
 
     @property
     def may_wait(self) -> bool:
@@ -106,18 +121,21 @@ class StateWatcher:
         so that of states in turns few replays are dropped.
         """
         view = self._view
-        return not (self.compared or self._careful) and view is not None and view.weights_stayed()
+        if self.compared or self._careful or view is None:
+            return False
+        self._stayed = view.weights_stayed()
+        return self._stayed
 
     def compare(self) -> str:
         """Find out which state the module is in; returns what differs from the last one."""
         self.compared = True
         view = self._view
-        if view is not None and view.is_same() and view.weights_stayed():
+        if view is not None and view.is_same() and (self._stayed or view.weights_stayed()):
             return ""
         view, found = self._read()
-        change = self._enter(view, found)
+        self.change = self._enter(view, found)
         self._forget_gone()
-        return change
+        return self.change
 
     @property
     def _view(self) -> View | None:
@@ -129,7 +147,7 @@ class StateWatcher:
         """The module as it is now, and the description of that."""
         view = next(iter(tuple(self._views)), None)
         if view is None:
-            view = View(self._module)
+            view = View(self._module, self._region)
         else:
             view.refresh()
         self._views[:] = [view]
@@ -188,11 +206,14 @@ class StateWatcher:
         state = State(self._own(), found)
         state.memory = _memory(view)
         state.parallel = parallel(self._module)
-        state.blocker = view.blocker or blocker(self._module, self._device)
+        state.blocker = self._blocked(view)
         self.states.insert(0, state)
         if len(self.states) > MAX_STATES:
             idle = [state for state in self.states[1:] if not state.owned.recorded]
             self._forget((idle or self.states)[-1])
+
+    def _blocked(self, view: View) -> str | None:
+        return view.blocker or blocker(self._module, self._device, self._region)
 
     def _forget(self, state: State) -> None:
         self.states.remove(state)
@@ -250,7 +271,7 @@ class StateWatcher:
                 state.owned.forget_recordings()
         self.now.description = found
         self.now.memory = _memory(view)
-        self.now.blocker = view.blocker or blocker(self._module, self._device)
+        self.now.blocker = self._blocked(view)
 
     def needs_grad(self, tensors: list[torch.Tensor]) -> bool:
         view = self._view
@@ -261,6 +282,8 @@ class StateWatcher:
     def buffers(self) -> list[torch.Tensor]:
         """Tensors of the module that a forward may write."""
         view = self._view
+        if view is not None and not view.has_buffers:
+            return []
         found = self._module.buffers() if view is None else view.tensors()
         return [t for t in found if not isinstance(t, torch.nn.Parameter)]
 

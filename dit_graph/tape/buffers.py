@@ -6,6 +6,8 @@ import torch
 
 from dit_graph.errors import CaptureError
 
+ALONE = 2**16  # elements from which a tensor is copied in a launch of its own: several at once
+# get a thread block for each 65,536 elements, too few to keep a GPU busy
 ALIGNMENT = 16  # In bytes; `misaligned` says why.
 
 
@@ -26,12 +28,17 @@ class StaticBuffers:
         self._made = [_place(t) for t in self.tensors]
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, store in enumerate(self._stores):
-            groups.setdefault((store.dtype, store.device), []).append(i)
+            if store.numel() < ALONE:
+                groups.setdefault((store.dtype, store.device), []).append(i)
         self._groups = [(g, [self._stores[i] for i in g]) for g in groups.values()]
+        self._alone = [i for i, store in enumerate(self._stores) if store.numel() >= ALONE]
 
     def copy_in(self, given: list[torch.Tensor]) -> None:
-        """Stage a call's tensors; asynchronous, on the current stream, one launch a dtype."""
+        """Stage a call's tensors; asynchronous, on the current stream, small ones of a dtype in one
+        launch."""
         parts = [t if index is None else t[index] for t, index in zip(given, self._index)]
+        for i in self._alone:
+            self._stores[i].copy_(parts[i], non_blocking=True)
         for group, stores in self._groups:
             torch._foreach_copy_(stores, [parts[i] for i in group], non_blocking=True)
 

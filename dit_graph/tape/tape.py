@@ -176,6 +176,11 @@ class Tape:
         return (step for step in self.steps if isinstance(step, Break))
 
     @property
+    def operations(self) -> int:
+        """Of the device, in its segments."""
+        return sum(getattr(step, "ops", 0) for step in self.steps)
+
+    @property
     def compared_values(self) -> int:
         """Guards, and breaks that hand something to Python."""
         return len(self.guards) + sum(step.guarded for step in self.breaks())

@@ -259,10 +259,8 @@ own_writes_unseen = replaced(StateWatcher, "accept", lambda self: ([], []))
 
 
 def step_caches_unseen(patch: Patch) -> None:
-    """Neither the states of hooks nor tensors that outlive the call are looked for."""
-    for way in ("_registry", "_partial"):
-        patch.setattr(Contents, way, lambda *args: None)
-    survivors_unseen(patch)
+    """What a region hands out is memory that the next replay writes, though a cache keeps it."""
+    patch.setattr(tape, "own", lambda leaf: getattr(leaf, "tensor", leaf))
 
 
 def not_blocked_by(prefix: str) -> Switch:
@@ -290,7 +288,7 @@ def integers_always_match(patch: Patch) -> None:
 
 
 scalars_frozen = replaced(Capture, "freeze_scalar", lambda self, t: True)
-compiled_code_is_watched = replaced(breakable, "_opaque", lambda fn: fn)
+compiled_code_is_watched = replaced(breakable, "opaque", lambda fn: fn)
 nothing_is_rolled_back = replaced(Undo, "roll_back", lambda self: None)
 any_generator_accepted = replaced(Capture, "draws", lambda self, leaves: None)
 a_variant_is_enough = replaced(Entry, "may_record_another", lambda self, most: False)

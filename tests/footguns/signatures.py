@@ -126,7 +126,7 @@ def alive(pair: Pair) -> int:
     (install,) = pair.handle.installs.values()
     assert install.runner is not None
     held = sum(len(entry.tapes) for entry in install.runner.entries.values())
-    assert held <= sum(g.recordings for g in pool_of(pair)._generations)
+    assert held <= sum(len(g.groups) for g in pool_of(pair)._generations)
     return held
 
 

@@ -15,6 +15,7 @@ from dit_graph.bench.contenders import (
     Contender,
     compile_blocks,
     denoiser,
+    eager_first,
     impossible,
     twin,
 )
@@ -37,14 +38,14 @@ from tests.shared.syncs.pictures import dit, dit_picture
 
 def test_a_contender_loses_the_waits_of_its_own_loop_alone() -> None:
     pipe = dit(Machine("recorder", "cpu"))
-    graphs = [name for name in GRAPHS if not name.startswith("regional")]
+    graphs = [n for n in GRAPHS if not n.startswith("regional") and not n.endswith("+cache")]
     contenders = [Contender.of(name, pipe, {"device": "recorder"}) for name in ("eager", *graphs)]
     for seed in (0, 1):
         expected, *others = [dit_picture(made.target, seed) for made in contenders]
         assert all([torch.equal(other, expected) for other in others])
     removed = {made.name: made.handle.explain().syncs_removed for made in contenders[1:]}
     with_waits = [name for name in graphs if removed[name] is None]
-    assert with_waits == ["full", "breakable"]
+    assert with_waits == ["full", "breakable", "blocks"]
     assert all(sum(removed[f"{name}+remove-syncs"].values()) for name in with_waits)
     slots = [made.name for made in contenders if "step" in vars(made.target.scheduler)]
     assert slots == [f"{name}+remove-syncs" for name in with_waits]
@@ -227,3 +228,18 @@ def test_a_fresh_process_finds_no_compiled_kernels(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(set_up.subprocess, "run", runs)
     task = tasks.Task("a scenario", None, lambda contender: None, 1, 1)
     assert set_up.fresh("full", task, HERE, None) == {"first_s": 1}
+
+
+def test_contenders_with_a_step_cache_are_compared_with_eager_under_it() -> None:
+    pipe = dit(Machine("recorder", "cpu"))
+    names = eager_first(["breakable+cache"])
+    assert names == ["eager", "eager+cache", "breakable+cache"]
+    contenders = [Contender.of(name, pipe, {"device": "recorder"}) for name in names]
+    for seed in (0, 1, 2):
+        plain, cached, ours = [dit_picture(made.target, seed) for made in contenders]
+        assert torch.equal(ours, cached) and not torch.equal(cached, plain)
+    stats = contenders[2].handle.stats()
+    assert stats["regions"]["replays"] and not stats["eager"]
+    for made in contenders:
+        made.release()
+    assert "a step cache is a diffusers model's" in impossible("eager+cache", "cuda", "prefill")

@@ -277,7 +277,7 @@ def test_n3_hooks_in_both_orders(kind: str, hook_first: bool) -> None:
     if kind == "diffusers" or not hook_first:
         assert handle.stats()["replays"] == 6
     else:
-        assert list(handle.stats()["eager"]) == ["an accelerate hook: Tripling"]
+        assert "in regions: an accelerate hook: Tripling" in handle.report()
     remove(kind, pipe.transformer)
     remove(kind, eager.transformer)
     before = handle.stats()["replays"]

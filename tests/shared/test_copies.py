@@ -14,7 +14,7 @@ from diffusers.hooks import ModelHook as DiffusersHook
 from torch import nn
 
 import dit_graph
-from dit_graph.slot import Slot, _Copying
+from dit_graph.slot import Copying, Slot
 from tests.families import FAMILIES
 from tests.pair import Machine, Pair, same_tree
 from tests.toys import Module, rows
@@ -84,7 +84,7 @@ def answers_as(machine: Machine, mine: Any, its: Any) -> None:
 
 def left(owner: Any) -> list[str]:
     """The attributes that lead to us; a callable of another library's may go on around one."""
-    ours = (Slot, _Copying)
+    ours = (Slot, Copying)
     names = [name for name, value in vars(owner).items() if isinstance(value, ours)]
     return [name for name in names if name != "_old_forward"]
 

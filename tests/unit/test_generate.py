@@ -290,6 +290,9 @@ def unloadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["fox", "--model", "./none"], ["--model ./none", "no such folder", "OWNER/NAME"]),
         (["fox", "--model", "file.txt"], ["--model file.txt", "no such folder"]),
         (["fox", "--model", "."], ["--model .", "no readable model_index.json"]),
+        (["fox", "--cache", "tea"], ["--cache", "first-block:0.1", "'tea'"]),
+        (["fox", "--cache", "first-block:-1"], ["--cache", "at least 0", "'-1'"]),
+        (["fox", "--cache", "first-block:x"], ["--cache", "must be a number", "'x'"]),
         (["fox", "--lora", "none.safetensors"], ["--lora none.safetensors", "no such file"]),
         (["fox", "--lora", "loras/none.safetensors"], ["--lora", "no such file"]),
         (["fox", "--output", "file.txt"], ["--output file.txt", "no folder and no .png"]),
@@ -405,6 +408,23 @@ def test_loras_change_the_picture_and_add_up(folder: Path) -> None:
     assert len({image.tobytes() for image in images}) == 4
     with Image.open("ab.png") as image:
         assert json.loads(image.text["lora"]) == ["a.safetensors", "b.safetensors"]  # type: ignore[attr-defined]
+
+
+def test_a_step_cache_draws_the_same_with_graphs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = ("--cache", "first-block:0.5", "--steps", "6")
+    assert run("fox", "--steps", "6", "--no-graph", "--output", "plain.png") == 0
+    assert run("fox", *cache, "--no-graph", "--output", "cached.png") == 0
+    capsys.readouterr()
+    given = ("--device", "recorder", "--report", "json", "--output", "ours.png")
+    assert run("fox", *cache, *given) == 0
+    stats = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert stats["regions"]["replays"] and stats["replays"] >= 3
+    plain, cached, ours = (pixels(folder / f"{name}.png") for name in ("plain", "cached", "ours"))
+    assert np.array_equal(ours, cached) and not np.array_equal(cached, plain)
+    with Image.open("ours.png") as image:
+        assert "threshold=0.5" in image.text["cache"]  # type: ignore[attr-defined]
 
 
 def test_a_file_that_is_no_lora_is_one_line(

@@ -340,8 +340,8 @@ def test_public_names() -> None:
 
 DOWNWARDS = (
     "generate", "prefill", "bench", "cli", "embedded", "enable", "handle", "warmup", "install",
-    "modes", "explain", "runner", "backends", "memory", "capture", "config", "state", "call",
-    "devices", "tape", "slot", "breaks", "errors",
+    "regions", "modes", "explain", "runner", "backends", "memory", "capture", "config", "state",
+    "call", "devices", "tape", "slot", "links", "breaks", "errors",
 )  # fmt: skip
 """The folders and files of the package; each imports what stands after it."""
 
